@@ -1,0 +1,53 @@
+# `make demo` and `make test` do all their set-up on a fresh machine; a second run finds it done.
+#
+#   PYTHON=python3.12   interpreter for the virtual environment (3.10 to 3.13)
+#   TORCH=...           requirement for torch, in place of the pinned one
+#   VENV=dir            where the virtual environment lives
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION := 2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+ifeq ($(HAS_GPU),yes)
+TORCH ?= torch==$(TORCH_VERSION)
+else
+TORCH ?= torch==$(TORCH_VERSION)+cpu
+endif
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint types format clean
+
+# A source file of the running interpreter that the embedded model was not trained on.
+DEMO_MODULE ?= argparse
+demo: $(INSTALLED)
+	$(BIN)/rankmoe generate --prompt-module $(DEMO_MODULE) --tokens 192 --batch 2 --ep 4 --verify
+
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The CPU build of torch has its own index; where that cannot be reached or has no such build (macOS), PyPI's is taken.
+$(INSTALLED): pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] else "rankmoe needs Python 3.10 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the development tools into $(VENV)"
+	$(if $(findstring +cpu,$(TORCH)),$(PIP) --retries 1 --timeout 15 --extra-index-url $(CPU_INDEX) "$(TORCH)" || $(PIP) "$(subst +cpu,,$(TORCH))",$(PIP) "$(TORCH)")
+	$(PIP) -e ".[dev]"
+	@touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

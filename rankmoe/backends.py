@@ -1,0 +1,104 @@
+"""Which implementations of the expert GEMMs exist, what each one covers, and which one a problem gets.
+
+A backend's module is imported when it is asked for, so that ``import rankmoe`` needs no compiler and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, Problem
+
+
+class _GateUp(Protocol):
+    def __call__(
+        self, x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor
+    ) -> MXTensor: ...
+
+
+class _Down(Protocol):
+    def __call__(
+        self, middle: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the expert GEMMs.
+
+    available: whether this machine can run it. Never raises.
+    covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
+    pack: checkpoint-order w13 and w2 to the layout that its kernels read.
+    gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
+    """
+
+    name: str
+    available: Callable[[], bool]
+    covered: Callable[[Problem], bool]
+    pack: Callable[[MXTensor, MXTensor], tuple[MXTensor, MXTensor]]
+    gate_up: _GateUp
+    down: _Down
+
+
+def _reference() -> Backend:
+    from rankmoe import reference
+
+    return Backend(
+        name="reference",
+        available=lambda: True,
+        covered=lambda problem: True,
+        pack=lambda w13, w2: (w13, w2),
+        gate_up=reference.gate_up,
+        down=reference.down,
+    )
+
+
+def _cpu() -> Backend:
+    from rankmoe.kernels import experts_cpu
+
+    return Backend(
+        name="cpu",
+        available=lambda: True,
+        covered=lambda problem: problem.device_type == "cpu",
+        pack=lambda w13, w2: (w13, w2),
+        gate_up=experts_cpu.gate_up,
+        down=experts_cpu.down,
+    )
+
+
+# In order of preference.
+_LOADERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "reference": _reference}
+
+
+def backend_names() -> list[str]:
+    """Names that ``get_backend`` takes, the preferred one first."""
+    return list(_LOADERS)
+
+
+@cache
+def get_backend(name: str) -> Backend:
+    """Look a backend up by name. Raises ValueError, naming the known ones, for another name."""
+    if name not in _LOADERS:
+        raise ValueError(f"backend: expected one of {', '.join(_LOADERS)}, got {name!r}")
+    return _LOADERS[name]()
+
+
+def choose_backend(problem: Problem, name: str = "auto") -> Backend:
+    """The preferred backend that is available and covers the problem, or the named one.
+
+    Raises ValueError where the named backend does not cover the problem or is not available here.
+    """
+    if name != "auto":
+        backend = get_backend(name)
+        if not (backend.available() and backend.covered(problem)):
+            raise ValueError(f"backend: {name!r} is not available here or does not cover {problem}")
+        return backend
+    for candidate in map(get_backend, _LOADERS):
+        if candidate.available() and candidate.covered(problem):
+            return candidate
+    raise AssertionError("the reference backend covers every problem")

@@ -1,0 +1,1 @@
+"""Benchmarks: cases, timing, one JSON record a run."""

@@ -1,0 +1,84 @@
+"""One JSON record a benchmark run: what was measured, on what, with which versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rankmoe
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run's record.
+
+    rows: one dict a measurement; times in microseconds (``us``, a median) with their interquartile range (``spread``).
+    """
+
+    bench: str
+    model: str
+    device: str
+    rows: list[dict[str, Any]]
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+    commit: str = field(default_factory=lambda: _commit())
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).date().isoformat())
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write beside the path, then rename, so that a reader never sees half a record."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text(self.to_json())
+        os.replace(beside, path)
+
+
+def device_name(device_type: str) -> str:
+    """Name of the processor as a person would write it: the GPU's, or the CPU's with the threads that torch uses."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def device_slug(device_type: str) -> str:
+    """The device in a file name: ``nvidia-h200``, or ``cpu``."""
+    return "cpu" if device_type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(device_type).lower())
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "rankmoe": rankmoe.__version__}
+
+
+def _commit() -> str:
+    """The checkout's commit, with ``+changes`` where files differ from it; ``unknown`` outside a checkout."""
+    git = ["git", "-C", str(Path(rankmoe.__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--", "rankmoe"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

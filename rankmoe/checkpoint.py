@@ -1,0 +1,447 @@
+"""Sharded safetensors checkpoints with Kimi-K3's expert names: open lazily, load one rank's experts, save.
+
+A checkpoint is a folder: ``config.json``, and either one ``model.safetensors`` or shards
+``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``. An expert's matrices are ``w1`` (gate),
+``w3`` (up) and ``w2`` (down), each as ``weight_packed`` [out, in/2] uint8 and ``weight_scale`` [out, in/32] uint8:
+the ``mxfp4-pack-quantized`` format of compressed-tensors.
+
+A shard is eight bytes (the header's length, little endian), a JSON header, and the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format). The header is read here rather than through the library because
+its errors name no tensor, and tensors are read with plain reads into their destination rather than through a mapping:
+nothing is held twice, and a file that shrinks under a reader is an error instead of a killed process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from rankmoe.quantize import check_group_multiple
+from rankmoe.types import GROUP_SIZE, ExpertPlacement, MXTensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+#: Largest shard that is written unless the caller says otherwise; the ecosystem's usual size.
+MAX_SHARD_BYTES = 5_000_000_000
+
+#: Called after each tensor that is loaded: tensors done, tensors in all, the tensor's name.
+ProgressCallback = Callable[[int, int, str], None]
+
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
+# fmt: off
+_DTYPES = {  # safetensors' names
+    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}
+# fmt: on
+
+
+class CheckpointError(ValueError):
+    """A fault of a checkpoint: which file, which tensor (None where the file as a whole is at fault), and what."""
+
+    def __init__(self, file: str | Path, tensor: str | None, expected: str, got: str) -> None:
+        super().__init__(file, tensor, expected, got)  # all of them, so that the error survives pickling
+        self.file, self.tensor, self.expected, self.got = str(file), tensor, expected, got
+
+    def __str__(self) -> str:
+        tensor = "" if self.tensor is None else f" tensor {self.tensor}:"
+        return f"{self.file}:{tensor} expected {self.expected}, got {self.got}"
+
+
+class TensorEntry(NamedTuple):
+    """What a shard's header says of one tensor.
+
+    dtype: safetensors' name of it, such as ``U8``.
+    start, stop: where its bytes lie, counted from the start of the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder of safetensors of which only the headers have been read.
+
+    entries: where each tensor lies, by name.
+    config: the content of ``config.json``; empty where there is none.
+    """
+
+    directory: Path
+    entries: Mapping[str, TensorEntry] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Read the headers of the shards that the index names, or of every ``*.safetensors`` file without an index.
+
+        Raises CheckpointError for a shard that is missing, truncated or malformed, and for an index that disagrees
+        with the headers.
+        """
+        directory = Path(directory)
+        config_file = directory / CONFIG_FILE
+        config = _parse_json(config_file, config_file.read_bytes()) if config_file.exists() else {}
+        return cls(directory, _read_entries(directory), config)
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Load one tensor.
+
+        shape, dtype: what it must be; None takes what the header says.
+        Raises CheckpointError, before a byte is read, where the tensor is missing or is something else.
+        """
+        entry = self._checked_entry(name, shape, dtype)
+        out = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        with entry.file.open("rb") as file:
+            _read_into(file, name, entry, out)
+        return out
+
+    def load_experts(
+        self,
+        layer_prefix: str,
+        placement: ExpertPlacement,
+        hidden_size: int,
+        intermediate_size: int,
+        progress: ProgressCallback | None = None,
+    ) -> tuple[MXTensor, MXTensor]:
+        """Load the experts of one layer that this rank owns, and read nothing else.
+
+        layer_prefix: the names before ``.experts.E.``, such as ``model.layers.3.block_sparse_moe``.
+        Returns w13 [L, 2 I, H] mxfp4, gate rows first, and w2 [L, H, I] mxfp4, in the order of
+        ``placement.logical_expert_ids``. Memory beyond these is less than one tensor's.
+        Raises CheckpointError, before anything is read or allocated, unless every tensor of every owned expert is
+        there with its shape and dtype; ValueError for a size that is not a multiple of 32.
+        """
+        check_group_multiple("hidden_size", hidden_size)
+        check_group_multiple("intermediate_size", intermediate_size)
+        # A placement of fewer experts than the model has would silently leave some out.
+        surplus = f"{layer_prefix}.experts.{placement.num_logical_experts}.w1.weight_packed"
+        if surplus in self.entries:
+            expected = f"no expert beyond the placement's {placement.num_logical_experts}"
+            raise CheckpointError(self.entries[surplus].file, surplus, expected, "this tensor")
+
+        expert_ids = placement.logical_expert_ids
+        w13_shape = (len(expert_ids), 2 * intermediate_size, hidden_size)
+        w2_shape = (len(expert_ids), hidden_size, intermediate_size)
+        layout = _expert_views(layer_prefix, expert_ids, _empty(w13_shape, "meta"), _empty(w2_shape, "meta"))
+        for name, view in layout:
+            self._checked_entry(name, view.shape, view.dtype)
+
+        w13, w2 = _empty(w13_shape), _empty(w2_shape)
+        # In the order of the disk, so that each shard is opened once.
+        destinations = [
+            (self.entries[name], name, view) for name, view in _expert_views(layer_prefix, expert_ids, w13, w2)
+        ]
+        destinations.sort(key=lambda item: (item[0].file, item[0].start))
+        done = 0
+        for path, of_file in groupby(destinations, key=lambda item: item[0].file):
+            with path.open("rb") as file:
+                for entry, name, view in of_file:
+                    _read_into(file, name, entry, view)
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(destinations), name)
+        return w13, w2
+
+    def _checked_entry(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None) -> TensorEntry:
+        entry = self.entries.get(name)
+        if entry is None:
+            files = sorted({entry.file.name for entry in self.entries.values()})
+            searched = ", ".join(files if len(files) <= 8 else [*files[:3], "...", files[-1]])
+            raise CheckpointError(self.directory, name, "this tensor", f"none in {len(files)} files ({searched})")
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(entry.file, name, "a dtype that torch has", entry.dtype)
+        if dtype is not None and _DTYPES[entry.dtype] != dtype:
+            raise CheckpointError(entry.file, name, f"dtype {dtype}", f"{_DTYPES[entry.dtype]}")
+        if shape is not None and entry.shape != tuple(shape):
+            raise CheckpointError(entry.file, name, f"shape {tuple(shape)}", f"{entry.shape}")
+        return entry
+
+
+def _read_entries(directory: Path) -> dict[str, TensorEntry]:
+    """Read the headers of all shards; each tensor lies in one shard, and an index must agree with the headers."""
+    index_file = directory / INDEX_FILE
+    weight_map: dict[str, str] = {}
+    if index_file.exists():
+        weight_map = _parse_json(index_file, index_file.read_bytes()).get("weight_map", {})
+        if not weight_map or not isinstance(weight_map, dict):
+            raise CheckpointError(index_file, None, "a weight_map that names tensors", f"{weight_map!r}")
+    for file_name, name in {str(file_name): name for name, file_name in weight_map.items()}.items():
+        if not (directory / file_name).is_file():
+            raise CheckpointError(directory / file_name, name, f"the file that {INDEX_FILE} names", "no such file")
+
+    file_names = sorted(set(weight_map.values()) or {path.name for path in directory.glob("*.safetensors")})
+    if not file_names:
+        raise CheckpointError(directory, None, f"a folder with {INDEX_FILE} or *.safetensors files", "none of them")
+    if not weight_map:
+        _check_shard_set(directory, file_names)
+    entries: dict[str, TensorEntry] = {}
+    for file_name in file_names:
+        for name, entry in _read_header(directory / file_name).items():
+            if name in entries:
+                raise CheckpointError(entry.file, name, "a tensor of one file", f"one in {entries[name].file.name} too")
+            entries[name] = entry
+            if weight_map and weight_map.get(name) != file_name:
+                expected = f"{weight_map.get(name, 'no such tensor')} by {INDEX_FILE}"
+                raise CheckpointError(entry.file, name, expected, "a header with it")
+    for name in sorted(weight_map.keys() - entries.keys()):
+        expected = f"this tensor in the header, by {INDEX_FILE}"
+        raise CheckpointError(directory / weight_map[name], name, expected, "a header without it")
+    return entries
+
+
+def _check_shard_set(directory: Path, file_names: list[str]) -> None:
+    """Without an index, a lone ``-00001-of-00003`` is what an interrupted copy leaves; it is no smaller model."""
+    for shard in filter(None, map(_SHARD_NAME.fullmatch, file_names)):
+        for number in range(1, int(shard["count"]) + 1):
+            sibling = f"{shard['stem']}-{number:05d}-of-{shard['count']}.safetensors"
+            if sibling not in file_names:
+                raise CheckpointError(directory / sibling, None, f"a shard beside {shard.string}", "no such file")
+
+
+def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(path, None, "a JSON object", f"{error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(path, None, "a JSON object", type(value).__name__)
+    return value
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    """Read a shard's header and check that the file holds exactly the bytes that it announces."""
+    with path.open("rb") as file:
+        file_size = os.fstat(file.fileno()).st_size
+        data_start = 8 + int.from_bytes(file.read(8), "little")
+        if file_size < max(8, data_start):
+            raise CheckpointError(path, None, f"a header of {data_start} bytes", f"a file of {file_size} bytes")
+        raw = file.read(data_start - 8)
+    header = _parse_json(path, raw)
+    header.pop("__metadata__", None)
+    entries = {name: _parse_entry(path, name, fields, data_start) for name, fields in header.items()}
+
+    by_start = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
+    expected_size = max((entry.stop for entry in entries.values()), default=data_start)
+    start = data_start
+    for name, entry in by_start:
+        stop = start + math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else entry.stop
+        if (entry.start, entry.stop) != (start, stop):
+            expected = f"bytes {start} to {stop} for {entry.dtype} {entry.shape}"
+            raise CheckpointError(path, name, expected, f"{entry.start} to {entry.stop}")
+        if stop > file_size:
+            raise CheckpointError(path, name, f"a file of {expected_size} bytes", f"{file_size}")
+        start = stop
+    if file_size != expected_size:
+        raise CheckpointError(path, None, f"a file of {expected_size} bytes", f"{file_size}")
+    return entries
+
+
+def _parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+    try:
+        start, stop = map(int, fields["data_offsets"])
+        shape = tuple(map(int, fields["shape"]))
+        return TensorEntry(path, str(fields["dtype"]), shape, data_start + start, data_start + stop)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(path, name, "dtype, shape and data_offsets", f"{fields}") from error
+
+
+def _read_into(file: io.BufferedReader, name: str, entry: TensorEntry, out: torch.Tensor) -> None:
+    """Fill ``out``, contiguous and of the entry's shape and dtype, from an open shard."""
+    file.seek(entry.start)
+    num_bytes = file.readinto(out.view(-1).view(torch.uint8).numpy().data)
+    if num_bytes != out.nbytes:  # the file shrank since its header was read
+        raise CheckpointError(entry.file, name, f"{out.nbytes} bytes", f"{num_bytes}")
+
+
+def _empty(shape: tuple[int, int, int], device: str = "cpu") -> MXTensor:
+    *rows, columns = shape
+    data = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(*rows, columns // GROUP_SIZE, dtype=torch.uint8, device=device)
+    return MXTensor(data, scale, "mxfp4")
+
+
+def _expert_views(
+    layer_prefix: str, expert_ids: Iterable[int], w13: MXTensor, w2: MXTensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Checkpoint names of stacked experts, each with the part of ``w13`` or ``w2`` that it stands for."""
+    intermediate_size = w2.shape[-1]
+    for local_id, expert_id in enumerate(expert_ids):
+        gate_up, down = w13[local_id], w2[local_id]
+        matrices = {"w1": gate_up[:intermediate_size], "w2": down, "w3": gate_up[intermediate_size:]}
+        for matrix, weight in matrices.items():
+            prefix = f"{layer_prefix}.experts.{expert_id}.{matrix}"
+            yield f"{prefix}.weight_packed", weight.data
+            yield f"{prefix}.weight_scale", weight.scale
+
+
+def expert_tensors(
+    layer_prefix: str, w13: MXTensor, w2: MXTensor, first_expert: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name the checkpoint tensors of one layer's stacked experts; the tensors are views.
+
+    w13: [L, 2 I, H] mxfp4, gate rows first. w2: [L, H, I] mxfp4.
+    first_expert: the model's id of the first one.
+    Raises ValueError for another format or for shapes that do not fit each other.
+    """
+    if (w13.format, w2.format) != ("mxfp4", "mxfp4"):
+        raise ValueError(f"w13, w2: expected mxfp4, got {w13.format} and {w2.format}")
+    num_experts, hidden_size, intermediate_size = w2.shape
+    if w13.shape != (num_experts, 2 * intermediate_size, hidden_size):
+        expected = (num_experts, 2 * intermediate_size, hidden_size)
+        raise ValueError(f"w13: expected {expected} beside w2 {w2.shape}, got {w13.shape}")
+    return _expert_views(layer_prefix, range(first_expert, first_expert + num_experts), w13, w2)
+
+
+def mxfp4_quantization_config(ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """The ``quantization_config`` that compressed-tensors writes for MXFP4 weights without activation quantisation.
+
+    ignore: names of the modules that are not quantised.
+    """
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": GROUP_SIZE,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+    }
+    group = {
+        "format": "mxfp4-pack-quantized",
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+    }
+
+
+def save_checkpoint(
+    directory: str | Path,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint, replacing the one that is there.
+
+    tensors: names and tensors. An iterator is consumed as it is written: at most one shard and the tensor after it are
+        held, so a model that fits nowhere can be converted.
+    config: content of ``config.json``. Where packed weights are saved and it has no ``quantization_config``, that is
+        added; its ``ignore`` lists the modules that were saved unpacked.
+    max_shard_bytes: a shard is closed before it would grow beyond this; a larger tensor gets its own.
+
+    Everything is first written into a hidden folder beside the final place. Only when all of it is there the old
+    checkpoint is removed and the new files are renamed, the index last. An exception from ``tensors`` therefore leaves
+    the old checkpoint as it was, and a process killed in between leaves no index and no torn shard.
+    Raises ValueError for a name that occurs twice, RuntimeError (of safetensors) for tensors of one shard that overlap
+    in memory.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as hidden:
+        staging = Path(hidden)
+        shard_of, total_bytes = _write_shards(staging, pairs, max_shard_bytes)
+        num_shards = max(shard_of.values(), default=1)
+        if num_shards == 1:
+            file_names = [SINGLE_FILE]
+        else:
+            file_names = [f"model-{shard:05d}-of-{num_shards:05d}.safetensors" for shard in range(1, num_shards + 1)]
+            weight_map = {name: file_names[shard - 1] for name, shard in sorted(shard_of.items())}
+            _write_json(staging / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        _write_json(staging / CONFIG_FILE, _with_quantization_config(config, shard_of))
+
+        # Old shards go, index first, before new ones come: an index never names a mixture of the two, and without one
+        # an incomplete set is refused. A single file needs no such care, its renaming replaces the old one at once.
+        stale = [directory / INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]
+        for path in stale if num_shards == 1 else [*stale, directory / SINGLE_FILE]:
+            path.unlink(missing_ok=True)
+        os.replace(staging / CONFIG_FILE, directory / CONFIG_FILE)
+        for shard, file_name in enumerate(file_names, start=1):
+            # safetensors makes its files readable by their owner only.
+            shutil.copymode(directory / CONFIG_FILE, staging / f"{shard}")
+            os.replace(staging / f"{shard}", directory / file_name)
+        if num_shards > 1:
+            os.replace(staging / INDEX_FILE, directory / INDEX_FILE)
+
+
+def _write_shards(
+    staging: Path, pairs: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> tuple[dict[str, int], int]:
+    """Write shards named 1, 2, ... (their number is not known yet). Returns each tensor's shard and the total bytes."""
+    shard_of: dict[str, int] = {}
+    shard: dict[str, torch.Tensor] = {}
+    num_shards, shard_bytes, total_bytes = 1, 0, 0
+
+    for name, tensor in pairs:
+        if name in shard_of:
+            raise ValueError(f"tensors: expected each name once, got {name} twice")
+        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
+            save_file(shard, staging / f"{num_shards}", metadata={"format": "pt"})
+            shard.clear()
+            num_shards, shard_bytes = num_shards + 1, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        shard_of[name] = num_shards
+        shard_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    save_file(shard, staging / f"{num_shards}", metadata={"format": "pt"})
+    return shard_of, total_bytes
+
+
+def _with_quantization_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    is_stated = "quantization_config" in config or "quantization_config" in (config.get("text_config") or {})
+    if is_stated or not any(name.endswith(".weight_packed") for name in names):
+        return dict(config)
+    unpacked = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    return {**config, "quantization_config": mxfp4_quantization_config(unpacked)}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def progress_bar(description: str, force: bool = False) -> Iterator[ProgressCallback]:
+    """Show progress on standard error, and yield the callback that drives it.
+
+    force: draw even where standard error is not a terminal; otherwise nothing is printed there.
+    """
+    if not (force or sys.stderr.isatty()):
+        yield lambda done, total, name: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True, force_terminal=True)
+    with Progress(
+        *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    ) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total)

@@ -1,0 +1,330 @@
+"""The `rankmoe` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from rankmoe import __version__
+from rankmoe.models.presets import PRESETS
+
+app = typer.Typer(
+    help="Route, quantise, schedule and run the experts of large mixture-of-experts models under expert parallelism.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks; each writes one JSON record.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+_EP = Annotated[int, typer.Option("--ep", min=1, help="Ranks of the expert-parallel group.")]
+_MODEL = Annotated[str, typer.Option("--model", help=f"One of {', '.join(PRESETS)}.")]
+
+
+def main() -> None:
+    """Run the command; a wrong value ends with one line on standard error and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"rankmoe: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"rankmoe {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def info(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32,64",
+    tb_per_s: Annotated[
+        float, typer.Option("--tb-per-s", min=0.001, help="Memory read speed in TB/s; an H200 reads about 4.5.")
+    ] = 4.5,
+    as_json: _JSON = False,
+) -> None:
+    """Show the ranks' ranges, the rank-local problem, bytes, expected load and time floors of a model.
+
+    Example: `rankmoe info --model kimi-k3 --ep 8`
+    """
+    from rankmoe.info import describe_batch, describe_ranks, why_rank_local
+    from rankmoe.models.presets import get_preset
+
+    preset = get_preset(model)
+    ranks = describe_ranks(preset, ep)
+    batches = [describe_batch(preset, ep, tokens, tb_per_s) for tokens in _numbers("batch", batch)]
+    if as_json:
+        rank_rows = [{**dataclasses.asdict(rank), "why": why_rank_local(preset, rank)} for rank in ranks]
+        _print_json({"model": model, "ep": ep, "ranks": rank_rows, "batches": [dataclasses.asdict(b) for b in batches]})
+        return
+    console = Console()
+    console.print(
+        f"[bold]{preset.name}[/]: {preset.num_experts} experts, top-{preset.router.top_k}, {preset.router.scoring} "
+        f"routing, hidden {preset.hidden_size}, intermediate {preset.intermediate_size}, "
+        f"{preset.num_moe_layers} layers; one expert is {preset.expert_nbytes / 1e6:.2f} MB in MXFP4"
+    )
+    table = Table("rank", "experts", "count", "rank-local num_experts", "GB a layer", "GB all layers")
+    for rank in ranks:
+        gigabytes = rank.nbytes_per_layer / 1e9
+        table.add_row(
+            str(rank.ep_rank),
+            _format_range(rank.local_range.offset, rank.local_range.count),
+            str(rank.local_range.count),
+            str(rank.rank_local_num_experts or f"{preset.num_experts} (global)"),
+            f"{gigabytes:.2f}",
+            f"{gigabytes * preset.num_moe_layers:.1f}",
+        )
+    console.print(table)
+    console.print(f"On rank 0 {why_rank_local(preset, ranks[0])}.")
+    table = Table(
+        "tokens",
+        "active experts",
+        "rows an active expert",
+        "MB read",
+        "floor, us",
+        title=f"rank 0, one layer, uniform routing, memory at {tb_per_s:g} TB/s",
+    )
+    for item in batches:
+        table.add_row(
+            str(item.num_tokens),
+            f"{item.active_experts:.1f}",
+            f"{item.rows_per_active_expert:.2f}",
+            f"{item.nbytes / 1e6:.0f}",
+            f"{item.floor_us:.1f}",
+        )
+    console.print(table)
+
+
+@app.command()
+def check(
+    seed: Annotated[int, typer.Option(help="Seed of the random logits and weights.")] = 0, as_json: _JSON = False
+) -> None:
+    """Prove on this machine that rank-local ids follow the rule and change no bit of the MoE output.
+
+    Kimi-K3's routing (896 experts, top-16). Exits with 1 where a comparison fails. Example: `rankmoe check`
+    """
+    from rankmoe.check import CheckResult, run_checks
+
+    results: list[CheckResult] = []
+    console = Console(stderr=True)
+    with console.status("checking"):
+        results.extend(run_checks(seed))
+    passed = all(result.passed for result in results)
+    if as_json:
+        _print_json({"passed": passed, "checks": [dataclasses.asdict(result) for result in results]})
+    else:
+        table = Table("compared", "EP", "ranks", "comparisons", "result")
+        for result in results:
+            outcome = "[green]equal[/]" if result.passed else f"[red]{result.failure}[/]"
+            table.add_row(result.name, str(result.ep_size), result.ranks, str(result.num_comparisons), outcome)
+        Console().print(table)
+        print("every comparison holds" if passed else "FAILED: see the rows above")
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    prompt_file: Annotated[
+        Path,
+        typer.Option("--prompt-file", exists=True, dir_okay=False, help="Text to continue; its end is the prompt."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Bytes to generate for each sequence.")] = 200,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences; their prompts end at evenly spaced lines.")] = 1,
+    ep: _EP = 1,
+    prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of prompt for each sequence, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws at a temperature above 0.")] = 0,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run again with global ids and on one rank, and compare.")
+    ] = False,
+    as_json: _JSON = False,
+) -> None:
+    """Continue a file with the embedded model `nano`, its experts spread over ranks of this machine.
+
+    Also runs under torchrun. With `--verify` exits with 1 unless the two id forms give bitwise equal MoE outputs and
+    the ranks' tokens are those of a single rank. Example: `rankmoe generate --prompt-file setup.py --ep 4 --verify`
+    """
+    from rankmoe import generate as generation
+    from rankmoe.distributed import launch
+    from rankmoe.models.nano import CHECKPOINT_DIRECTORY, load_config
+
+    config = load_config(CHECKPOINT_DIRECTORY)
+    prompts = generation.cut_prompts(prompt_file.read_bytes(), batch, prompt_bytes, tokens, config)
+    options = generation.GenerateOptions(tuple(prompts), tokens, temperature, seed, verify)
+    on_bytes = None if as_json else _TextStream(prompts[0])
+    result = launch(generation.generate, ep, options, on_bytes)
+    if result is None:  # under torchrun, rank 0 speaks for all
+        return
+    if as_json:
+        _print_json(_generate_json(result))
+    else:
+        _print_generate(result)
+    if result.verification is not None and not result.verification.passed:
+        raise typer.Exit(1)
+
+
+class _TextStream:
+    """Prints the first sequence as its bytes arrive, behind the last lines of its prompt. Runs in rank 0's process."""
+
+    def __init__(self, prompt: bytes) -> None:
+        self.prompt = prompt
+        self.is_started = False
+
+    def __call__(self, new_bytes: list[int]) -> None:
+        if not self.is_started:
+            tail = b"".join(self.prompt.splitlines(keepends=True)[-6:]).lstrip(b"\0")
+            Console().print(tail.decode(errors="replace"), end="", style="dim", markup=False, highlight=False)
+            self.is_started = True
+        sys.stdout.write(bytes(new_bytes[:1]).decode("ascii", errors="replace"))
+        sys.stdout.flush()
+
+
+def _print_generate(result: Any) -> None:
+    console = Console()
+    console.print()
+    for number, text in enumerate(result.texts[1:], start=2):
+        console.rule(f"sequence {number}", align="left")
+        console.print(text.decode(errors="replace"), markup=False, highlight=False)
+    console.rule()
+    table = Table("rank", "experts", "rank-local num_experts", "handoff hits", "misses", "tokens/s")
+    for rank in result.ranks:
+        table.add_row(
+            str(rank.ep_rank),
+            _format_range(rank.local_range.offset, rank.local_range.count),
+            str(rank.rank_local_num_experts or "global"),
+            str(rank.handoff_hits),
+            str(rank.handoff_misses),
+            f"{rank.tokens_per_s:.1f}",
+        )
+    console.print(table)
+    if result.verification is not None:
+        for line in verification_lines(result.verification, len(result.ranks)):
+            console.print(line, highlight=False)
+
+
+def verification_lines(verification: Any, ep_size: int) -> list[str]:
+    """What `generate --verify` says, a line each."""
+    from rankmoe.generate import NEAR_TIE
+
+    forms = "[green]bitwise equal[/]" if verification.forms_agree else "[red]NOT EQUAL[/]"
+    lines = [
+        f"rank-local against global ids: {verification.num_equal_outputs} of {verification.num_outputs} MoE outputs "
+        f"bitwise equal, while {verification.num_relabelled} of {verification.num_calls_to_relabel} packed id tensors "
+        f"were relabelled: {forms}",
+    ]
+    ranks = "[green]agree[/]" if verification.ranks_agree else "[red]DIFFER[/]"
+    differing = [step for step in verification.first_differences if step is not None]
+    if not differing:
+        detail = "the same tokens"
+    else:
+        gaps = ", ".join(f"{gap:.4f}" for gap in verification.gaps)
+        detail = (
+            f"first different tokens at step {', '.join(map(str, differing))}, where the two candidates' logits are "
+            f"{gaps} apart (a near tie is below {NEAR_TIE:g})"
+        )
+    lines.append(
+        f"EP {ep_size} against EP 1: {detail}; largest logit difference before that "
+        f"{verification.max_logit_difference:.2g}: {ranks}"
+    )
+    return lines
+
+
+def _generate_json(result: Any) -> dict[str, Any]:
+    verification = result.verification
+    return {
+        "texts": [text.decode(errors="replace") for text in result.texts],
+        "ranks": [dataclasses.asdict(rank) for rank in result.ranks],
+        "verification": None
+        if verification is None
+        else {
+            **dataclasses.asdict(verification),
+            "forms_agree": verification.forms_agree,
+            "ranks_agree": verification.ranks_agree,
+        },
+    }
+
+
+@bench.command("layer")
+def bench_layer(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "8",
+    device: Annotated[str, typer.Option(help="Where to run; cpu.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each stage; the median is reported.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Where to write the JSON record; nowhere by default.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Time one rank's routed layer on random MXFP4 weights of the model's real size.
+
+    Needs memory for the weights (Kimi-K3 on EP8: 1.97 GB). Example: `rankmoe bench layer --device cpu --tokens 8`
+    """
+    from rankmoe.bench.layer import LayerOptions, run
+    from rankmoe.models.presets import get_preset
+
+    if device != "cpu":
+        raise ValueError(f"device: expected cpu, got {device!r}")
+    options = LayerOptions(get_preset(model), ep, _numbers("tokens", tokens), repeats)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("making random experts", total=None)
+        record = run(options, lambda done, total: progress.update(task, completed=done, total=total))
+    if output is not None:
+        record.write(output)
+    if as_json:
+        print(record.to_json(), end="")
+        return
+    console = Console()
+    console.print(f"{model}, EP {ep}, rank 0, on {record.device}", highlight=False)
+    table = Table("tokens", "active experts", "variant", "stage", "ms", "spread, ms", "GB/s", "x floor")
+    floors = {row["tokens"]: row["us"] for row in record.rows if row["variant"] == "floor"}
+    for row in record.rows:
+        table.add_row(
+            str(row["tokens"]),
+            str(row["active_experts"]),
+            row["variant"],
+            row["stage"],
+            f"{row['us'] / 1e3:.1f}",
+            f"{row['spread'] / 1e3:.1f}",
+            f"{row['bytes'] / row['us'] / 1e3:.1f}",
+            f"{row['us'] / floors[row['tokens']]:.2f}" if row["stage"] in ("gemms", "layer") else "",
+        )
+    console.print(table)
+    notes = record.notes
+    console.print(
+        f"weights {notes['weight_bytes'] / 1e9:.2f} GB; peak memory beyond them "
+        f"{notes['peak_memory_beyond_weights_bytes'] / 1e6:.0f} MB in all (interpreter and torch included), "
+        f"{notes['peak_memory_of_the_layer_bytes'] / 1e6:.0f} MB of it for the layer",
+        highlight=False,
+    )
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name}: expected whole numbers above 0, separated by commas, got {text!r}")
+    return numbers
+
+
+def _format_range(offset: int, count: int) -> str:
+    return f"{offset}..{offset + count - 1}"
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,35 @@
+"""Expert rows to token rows: the weighted sum over a token's slots, in slot order, without atomics."""
+
+from __future__ import annotations
+
+import torch
+
+from rankmoe.types import ExpertSchedule
+
+
+def combine(
+    rows: torch.Tensor,
+    topk_weights: torch.Tensor,
+    schedule: ExpertSchedule,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Sum this rank's slots: ``out[t] = sum over slots k, in slot order, of weight[t, k] * rows[slot_rows[t, k]]``.
+
+    rows: [R, H] float32. The down GEMM's rows in the schedule's order.
+    topk_weights: [T, K] float32.
+    out_dtype: bfloat16, rounded once from the float32 sum; float32 for a caller whose all-reduce runs in float32.
+    Returns [T, H] ``out_dtype``; zeros for a token without a slot on this rank. The weight of a slot that this rank
+    does not compute is never used, so a NaN there does not leak.
+    """
+    if topk_weights.dtype != torch.float32:
+        raise TypeError(f"topk_weights: expected float32, got {topk_weights.dtype}")
+    if topk_weights.shape != schedule.slot_rows.shape:
+        raise ValueError(
+            f"topk_weights: expected {tuple(schedule.slot_rows.shape)} as the schedule, got {tuple(topk_weights.shape)}"
+        )
+    out = torch.zeros(schedule.num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    for slot in range(topk_weights.shape[1]):
+        slot_rows = schedule.slot_rows[:, slot]
+        tokens = (slot_rows >= 0).nonzero().squeeze(1)
+        out[tokens] += topk_weights[tokens, slot, None] * rows[slot_rows[tokens].long()]
+    return out.to(out_dtype)

@@ -1,0 +1,108 @@
+"""The expert GEMMs, MXFP8 activations by MXFP4 weights: gate_up with activation and requantisation, then down."""
+
+from __future__ import annotations
+
+import torch
+
+from rankmoe.backends import choose_backend, get_backend
+from rankmoe.quantize import check_group_multiple
+from rankmoe.types import Activation, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
+
+
+def pack_experts(
+    w13: MXTensor,
+    w2: MXTensor,
+    activation: Activation,
+    placement: ExpertPlacement,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> ExpertWeights:
+    """Bring one rank's experts into a backend's layout, once, at load.
+
+    w13: [L, 2 I, H] mxfp4 in checkpoint order: gate (w1) rows first, then up (w3) rows.
+    w2: [L, H, I] mxfp4.
+    w13_bias, w2_bias: [L, 2 I] and [L, H] float32 or None.
+    Raises ValueError naming the tensor, expected and got for shapes that do not fit, for a count of experts other than
+    the placement's, and for sizes that are not multiples of 32.
+    """
+    num_local_experts = placement.num_local_experts
+    for name, tensor in (("w13", w13), ("w2", w2)):
+        if tensor.format != "mxfp4":
+            raise TypeError(f"{name}: expected format mxfp4, got {tensor.format}")
+        if len(tensor.shape) != 3 or tensor.shape[0] != num_local_experts:
+            raise ValueError(f"{name}: expected [{num_local_experts}, out, in] as the placement, got {tensor.shape}")
+    hidden_size, intermediate_size = w13.shape[2], w2.shape[2]
+    check_group_multiple("hidden_size", hidden_size)
+    check_group_multiple("intermediate_size", intermediate_size)
+    if w13.shape[1] != 2 * intermediate_size or w2.shape[1] != hidden_size:
+        raise ValueError(
+            f"w13: expected [L, 2 * {intermediate_size}, H] and w2 [L, H, {intermediate_size}] with the same H, "
+            f"got {w13.shape} and {w2.shape}"
+        )
+    for name, bias, size in (
+        ("w13_bias", w13_bias, 2 * intermediate_size),
+        ("w2_bias", w2_bias, hidden_size),
+    ):
+        if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (num_local_experts, size)):
+            raise ValueError(
+                f"{name}: expected ({num_local_experts}, {size}) float32, got {tuple(bias.shape)} {bias.dtype}"
+            )
+    problem = Problem(
+        num_local_experts=num_local_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation=activation,
+        has_bias=w13_bias is not None or w2_bias is not None,
+        device_type=w13.data.device.type,
+    )
+    chosen = choose_backend(problem, backend)
+    packed_w13, packed_w2 = chosen.pack(w13, w2)
+    return ExpertWeights(packed_w13, packed_w2, activation, placement, chosen.name, w13_bias, w2_bias)
+
+
+def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor | None = None) -> MXTensor:
+    """First GEMM, activation and requantisation.
+
+    x: [T, H] mxfp8.
+    out: scratch of at least [R, I] float32 or None; R is the schedule's number of rows.
+    Returns the middle activation [R, I] mxfp8, quantised from the float32 activation without a rounding between.
+    Raises ValueError where x does not fit the weights or the schedule.
+    """
+    if x.format != "mxfp8" or x.shape != (schedule.num_tokens, weights.hidden_size):
+        raise ValueError(f"x: expected mxfp8 ({schedule.num_tokens}, {weights.hidden_size}), got {x.format} {x.shape}")
+    if schedule.num_local_experts != weights.num_local_experts:
+        raise ValueError(
+            f"schedule: expected {weights.num_local_experts} local experts as the weights, "
+            f"got {schedule.num_local_experts}"
+        )
+    scratch = _scratch("out", out, schedule, weights.intermediate_size)
+    return get_backend(weights.backend).gate_up(x, schedule, weights, scratch)
+
+
+def down(
+    middle: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Second GEMM.
+
+    middle: [R, I] mxfp8, as ``gate_up`` returns it.
+    out: buffer of at least [R, H] float32 or None.
+    Returns [R, H] float32 in the schedule's row order.
+    """
+    expected = (schedule.row_tokens.shape[0], weights.intermediate_size)
+    if middle.format != "mxfp8" or middle.shape != expected:
+        raise ValueError(f"middle: expected mxfp8 {expected}, got {middle.format} {middle.shape}")
+    buffer = _scratch("out", out, schedule, weights.hidden_size)
+    return get_backend(weights.backend).down(middle, schedule, weights, buffer)
+
+
+def _scratch(name: str, out: torch.Tensor | None, schedule: ExpertSchedule, width: int) -> torch.Tensor:
+    num_rows = schedule.row_tokens.shape[0]
+    if out is None:
+        return torch.empty(num_rows, width, dtype=torch.float32, device=schedule.row_tokens.device)
+    if out.dtype != torch.float32 or out.shape[0] < num_rows or out.shape[1] != width:
+        raise ValueError(
+            f"{name}: expected float32 with at least {num_rows} rows of {width}, got {tuple(out.shape)} {out.dtype}"
+        )
+    return out[:num_rows]

@@ -1,0 +1,120 @@
+"""The routed path in order: front, gate_up, down, combine; and the buffers that a caller can keep between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rankmoe.combine import combine
+from rankmoe.experts import down, gate_up
+from rankmoe.front import check_same_tokens, route_quantize
+from rankmoe.schedule import schedule_routing
+from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, RouterConfig, Routing
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers of the expert GEMMs, allocated once and reused by every step. What they hold at entry never matters.
+
+    middle: [rows, I] float32. Activations before requantisation.
+    rows: [rows, H] float32. Output of the down GEMM.
+    """
+
+    middle: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_tokens: int, top_k: int, weights: ExpertWeights) -> Workspace:
+        """Buffers for up to ``max_tokens`` tokens through these weights."""
+        num_rows = max_tokens * min(top_k, weights.num_local_experts)
+        device = weights.w13.data.device
+        return cls(
+            middle=torch.empty(num_rows, weights.intermediate_size, device=device),
+            rows=torch.empty(num_rows, weights.hidden_size, device=device),
+        )
+
+
+def fused_moe(
+    x: MXTensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    num_experts: int,
+    local_expert_offset: int = 0,
+    expert_map: torch.Tensor | None = None,
+    schedule: ExpertSchedule | None = None,
+    workspace: Workspace | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Run this rank's experts on quantised rows.
+
+    x: [T, H] mxfp8.
+    routing: its packed ids are read where present, else its global ids; its float32 weights are always the ones used.
+    num_experts, local_expert_offset, expert_map: the space of those ids, see ``build_schedule``. Rank-local packed ids
+        take ``rank_local_num_experts(...)`` and 0.
+    schedule: where the front made it already; else it is made here.
+    Returns [T, H] ``out_dtype``: this rank's part of the sum.
+    """
+    if schedule is None:
+        schedule = schedule_routing(
+            routing,
+            weights.num_local_experts,
+            num_experts=num_experts,
+            local_expert_offset=local_expert_offset,
+            expert_map=expert_map,
+        )
+    middle = gate_up(x, schedule, weights, workspace.middle if workspace else None)
+    rows = down(middle, schedule, weights, workspace.rows if workspace else None)
+    return combine(rows, routing.topk_weights, schedule, out_dtype)
+
+
+def routed_moe(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    weights: ExpertWeights,
+    config: RouterConfig,
+    correction_bias: torch.Tensor | None = None,
+    *,
+    rank_local: bool = True,
+    num_valid_tokens: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The whole routed layer of one rank, from router logits to this rank's part of the output.
+
+    hidden_states: [T, H] bfloat16 or float32.
+    router_logits: [T, E] float32 or bfloat16, E the placement's number of experts the router chooses from.
+    rank_local: form of the packed ids; the output is the same, bit for bit.
+    Returns [T, H] ``out_dtype``. Add the ranks' outputs for the layer's.
+    """
+    placement = weights.placement
+    num_logical_experts = placement.num_logical_experts
+    check_same_tokens(router_logits, hidden_states)
+    if router_logits.shape[1] != num_logical_experts:
+        raise ValueError(
+            f"router_logits: expected [num_tokens, {num_logical_experts}] as the placement, "
+            f"got {tuple(router_logits.shape)}"
+        )
+    front = route_quantize(
+        router_logits,
+        hidden_states,
+        config,
+        correction_bias,
+        local_range=placement.local_range if placement.physical_to_logical is None else None,
+        rank_local=rank_local,
+        num_valid_tokens=num_valid_tokens,
+    )
+    routing = front.routing
+    if front.schedule is None:
+        routing = Routing(routing.topk_weights, placement.to_physical(routing.topk_ids))
+    return fused_moe(
+        front.x,
+        routing,
+        weights,
+        num_experts=placement.num_experts,
+        expert_map=placement.expert_map,
+        schedule=front.schedule,
+        workspace=workspace,
+        out_dtype=out_dtype,
+    )
