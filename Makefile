@@ -21,10 +21,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test lint types format clean
 
-# A source file of the running interpreter that the embedded model was not trained on.
-DEMO_MODULE ?= argparse
+# A source file of the standard library that the embedded model was not trained on.
+DEMO_MODULE ?= sched
 demo: $(INSTALLED)
-	$(BIN)/rankmoe generate --prompt-module $(DEMO_MODULE) --tokens 192 --batch 2 --ep 4 --verify
+	$(BIN)/rankmoe generate --tokens 256 --batch 2 --ep 4 --verify \
+		--prompt-file "$$($(BIN)/python -c "import $(DEMO_MODULE); print($(DEMO_MODULE).__file__)")"
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

@@ -224,8 +224,8 @@ def verification_lines(verification: Any, ep_size: int) -> list[str]:
     forms = "[green]bitwise equal[/]" if verification.forms_agree else "[red]NOT EQUAL[/]"
     lines = [
         f"rank-local against global ids: {verification.num_equal_outputs} of {verification.num_outputs} MoE outputs "
-        f"bitwise equal, while {verification.num_relabelled} of {verification.num_calls_to_relabel} packed id tensors "
-        f"were relabelled: {forms}",
+        f"bitwise equal; {verification.num_right_id_tensors} of {verification.num_id_tensors} packed id tensors as the "
+        f"reference has them in their form: {forms}",
     ]
     ranks = "[green]agree[/]" if verification.ranks_agree else "[red]DIFFER[/]"
     differing = [step for step in verification.first_differences if step is not None]

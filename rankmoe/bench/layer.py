@@ -100,8 +100,8 @@ def _read_once(weights: ExpertWeights, schedule: ExpertSchedule) -> None:
     """Read every byte of the active experts once: a sum over 8-byte words."""
     for expert in (schedule.expert_counts > 0).nonzero().flatten().tolist():
         for tensor in (weights.w13[expert], weights.w2[expert]):
-            tensor.data.view(torch.int64).sum()
-            tensor.scale.view(torch.int64).sum()
+            tensor.data.view(-1).view(torch.int64).sum()
+            tensor.scale.view(-1).view(torch.int64).sum()
 
 
 def peak_memory_bytes() -> int:
