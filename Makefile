@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION := 2.13.0
+# A CUDA build of torch brings its own Triton; beside a CPU build it interprets and compiles the kernels for the tests.
+TRITON_VERSION := 3.6.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
@@ -47,6 +49,7 @@ $(INSTALLED): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) and the development tools into $(VENV)"
 	$(if $(findstring +cpu,$(TORCH)),$(PIP) --retries 1 --timeout 15 --extra-index-url $(CPU_INDEX) "$(TORCH)" || $(PIP) "$(subst +cpu,,$(TORCH))",$(PIP) "$(TORCH)")
+	$(if $(filter Linux,$(shell uname -s)),$(if $(findstring +cpu,$(TORCH)),$(PIP) "triton==$(TRITON_VERSION)"))
 	$(PIP) -e ".[dev]"
 	@touch $(INSTALLED)
 

@@ -65,7 +65,7 @@ def _cpu() -> Backend:
         name="cpu",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=lambda w13, w2: (w13, w2),
+        pack=experts_cpu.pack,
         gate_up=experts_cpu.gate_up,
         down=experts_cpu.down,
     )

@@ -27,6 +27,9 @@ def combine(
         raise ValueError(
             f"topk_weights: expected {tuple(schedule.slot_rows.shape)} as the schedule, got {tuple(topk_weights.shape)}"
         )
+    num_rows = schedule.row_tokens.shape[0]
+    if rows.dim() != 2 or rows.shape[0] < num_rows:
+        raise ValueError(f"rows: expected [{num_rows}, hidden] as the schedule, got {tuple(rows.shape)}")
     out = torch.zeros(schedule.num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
     for slot in range(topk_weights.shape[1]):
         slot_rows = schedule.slot_rows[:, slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -72,9 +74,9 @@ def launch(function: Callable[..., Any], ep_size: int, *args: Any) -> Any:
     """
     if under_torchrun():
         group = join_torchrun_group()
-        if group.ep_size != ep_size:
-            raise ValueError(f"ep_size: expected the started world size {group.ep_size}, got {ep_size}")
         try:
+            if group.ep_size != ep_size:
+                raise ValueError(f"ep_size: expected the started world size {group.ep_size}, got {ep_size}")
             value = function(group, *args)
         finally:
             dist.destroy_process_group()
@@ -82,7 +84,12 @@ def launch(function: Callable[..., Any], ep_size: int, *args: Any) -> Any:
     if ep_size == 1:
         return function(ExpertParallelGroup(), *args)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(ep_size, folder, function, args), nprocs=ep_size)
+        try:
+            mp.spawn(_rank_main, args=(ep_size, folder, function, args), nprocs=ep_size)
+        except ProcessRaisedException as error:
+            # A rank that fails closes its connections, which fails the others: the first error is the cause.
+            first = min(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+            raise RuntimeError(f"rank {first.name.removeprefix('error-')} failed:\n{first.read_text()}") from error
         return pickle.loads((Path(folder) / "value").read_bytes())
 
 
@@ -96,5 +103,8 @@ def _rank_main(ep_rank: int, ep_size: int, folder: str, function: Callable[..., 
         value = function(ExpertParallelGroup(ep_rank, ep_size, dist.group.WORLD), *args)
         if ep_rank == 0:
             (Path(folder) / "value").write_bytes(pickle.dumps(value))
+    except Exception:
+        (Path(folder) / f"error-{ep_rank}").write_text(traceback.format_exc())
+        raise
     finally:
         dist.destroy_process_group()

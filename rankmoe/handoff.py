@@ -8,7 +8,7 @@ the separate passes, which give the same values.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -45,7 +45,7 @@ class _Pending:
     """What one thread has staged or published. Tensors are held, so that no storage can be reused meanwhile."""
 
     staged: tuple[torch.Tensor, _Identity, LocalRange] | None = None
-    published: tuple[torch.Tensor, _Identity, FrontResult] | None = None
+    published: tuple[torch.Tensor, _Identity, FrontResult, _Identity] | None = None
     packed: tuple[torch.Tensor, _Identity, LocalRange | None] | None = None
 
 
@@ -105,21 +105,30 @@ class Handoff:
         )
         packed = result.routing.packed
         assert packed is not None, "the front always packs"
+        packed_identity = _Identity.of(packed)
         self._threads.pending = _Pending(
-            published=(x, identity, result), packed=(packed, _Identity.of(packed), result.routing.local_range)
+            published=(x, identity, result, packed_identity),
+            packed=(packed, packed_identity, result.routing.local_range),
         )
         self._count("route_hits")
         return result.routing
 
     def take(self, x: torch.Tensor) -> FrontResult | None:
-        """The published result, once, for the same storage, shape, dtype and strides as were staged; else None."""
+        """The published result, once, for the same storage, shape, dtype and strides as were staged; else None.
+
+        Where the published packed ids were written in place meanwhile, the result comes without its schedule.
+        """
         published, pending = self._pending().published, self._pending()
         if published is None or _Identity.of(x) != published[1]:
             self._count("take_misses")
             return None
         pending.published = None
         self._count("take_hits")
-        return published[2]
+        result, packed_identity = published[2], published[3]
+        packed = result.routing.packed
+        if packed is not None and _Identity.of(packed) != packed_identity:
+            return replace(result, schedule=None, local_range=None)  # they are no longer those of the schedule
+        return result
 
     def take_local_range(self, packed: torch.Tensor) -> LocalRange | None:
         """The range that this packed tensor was written for, once; None where its ids are global or it is unknown."""

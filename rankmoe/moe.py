@@ -9,8 +9,9 @@ import torch
 from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up
 from rankmoe.front import check_same_tokens, route_quantize
+from rankmoe.pack import IdSpace, id_space
 from rankmoe.schedule import schedule_routing
-from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, RouterConfig, Routing
+from rankmoe.types import ExpertSchedule, ExpertWeights, LocalRange, MXTensor, RouterConfig, Routing
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Workspace:
         num_rows = max_tokens * min(top_k, weights.num_local_experts)
         device = weights.w13.data.device
         return cls(
-            middle=torch.empty(num_rows, weights.intermediate_size, device=device),
-            rows=torch.empty(num_rows, weights.hidden_size, device=device),
+            middle=torch.empty(num_rows, weights.intermediate_size, dtype=torch.float32, device=device),
+            rows=torch.empty(num_rows, weights.hidden_size, dtype=torch.float32, device=device),
         )
 
 
@@ -55,7 +56,15 @@ def fused_moe(
         take ``rank_local_num_experts(...)`` and 0.
     schedule: where the front made it already; else it is made here.
     Returns [T, H] ``out_dtype``: this rank's part of the sum.
+    Raises ValueError where rank-local packed ids would be read in another id space than their own.
     """
+    if routing.local_range is not None:
+        own = id_space(routing, weights.placement.num_experts, weights.placement.local_range or LocalRange(0, 0))
+        if (num_experts, local_expert_offset) != (own.num_experts, own.local_expert_offset) or expert_map is not None:
+            raise ValueError(
+                f"num_experts: expected {own.num_experts} with local_expert_offset 0 and no expert_map for packed ids "
+                f"local to {routing.local_range}, got {num_experts} with {local_expert_offset}"
+            )
     if schedule is None:
         schedule = schedule_routing(
             routing,
@@ -105,15 +114,19 @@ def routed_moe(
         rank_local=rank_local,
         num_valid_tokens=num_valid_tokens,
     )
-    routing = front.routing
-    if front.schedule is None:
+    routing, space, expert_map = front.routing, IdSpace(placement.num_experts, 0), None
+    if front.local_range is not None:
+        space = id_space(routing, placement.num_experts, front.local_range)
+    else:  # round-robin or redundant experts: global ids, found through the map
         routing = Routing(routing.topk_weights, placement.to_physical(routing.topk_ids))
+        expert_map = placement.expert_map
     return fused_moe(
         front.x,
         routing,
         weights,
-        num_experts=placement.num_experts,
-        expert_map=placement.expert_map,
+        num_experts=space.num_experts,
+        local_expert_offset=space.local_expert_offset,
+        expert_map=expert_map,
         schedule=front.schedule,
         workspace=workspace,
         out_dtype=out_dtype,

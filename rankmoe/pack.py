@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankmoe.types import LocalRange, Routing
+from rankmoe.types import LocalRange, Routing, widen_ids
 
 #: Largest id that the packed form's int16 half can hold.
 MAX_PACKED_ID = 32767
@@ -109,6 +109,7 @@ def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if ids.device.type == "cpu" and ids.numel() and int(ids.max()) > MAX_PACKED_ID:
         raise ValueError(f"ids: expected at most {MAX_PACKED_ID} for the packed form, got {int(ids.max())}")
     bits = weights.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
+    bits = torch.where(weights.isnan(), 0x7FC0, bits)  # which NaN torch's cast gives depends on its vector width
     return ((ids.clamp(min=-1) << 16) | bits).int()
 
 
@@ -118,12 +119,3 @@ def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"packed: expected int32, got {packed.dtype}")
     weights = (packed & 0xFFFF).to(torch.int16).view(torch.bfloat16)
     return packed >> 16, weights
-
-
-def widen_ids(topk_ids: torch.Tensor) -> torch.Tensor:
-    """Ids as int64; int32, int64 and uint32 (where 2^32 - 1 is -1) are taken, TypeError otherwise."""
-    if topk_ids.dtype == torch.uint32:
-        topk_ids = topk_ids.view(torch.int32)
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids: expected int32, int64 or uint32, got {topk_ids.dtype}")
-    return topk_ids.long()

@@ -34,7 +34,7 @@ def _route_token(
     logits: torch.Tensor, config: RouterConfig, correction_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if config.scoring == "sigmoid":
-        scores = torch.sigmoid(logits)
+        scores = torch.sigmoid(logits.double()).float()
     elif config.scoring == "softmax":
         scores = torch.softmax(logits, -1)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rankmoe.quantize import valid_rows
-from rankmoe.types import RouterConfig, Routing
+from rankmoe.types import RouterConfig, Routing, widen_ids
 
 _NAN_RANK_VALUE = -1e30
 _INELIGIBLE = torch.iinfo(torch.int32).min  # below the key of every float, -inf included
@@ -32,7 +32,9 @@ def route(
     check_router_inputs(router_logits, config, correction_bias)
     logits = router_logits.float()
     if config.scoring == "sigmoid":
-        scores = logits.sigmoid()
+        # In float64 and rounded once: torch's float32 sigmoid differs in the last bit between the vectorised part of a
+        # tensor and its tail, which would make a token's weights depend on its place in the batch.
+        scores = logits.double().sigmoid().float()
     elif config.scoring == "softmax":
         scores = logits.softmax(-1)
     else:
@@ -48,12 +50,20 @@ def route(
     if config.scoring == "softmax_selected":
         selected = selected.softmax(-1)
     weights = _weights(selected, config)
-    topk_ids = topk_ids.int()
-    if num_valid_tokens is not None:
-        is_valid = valid_rows(logits.shape[0], num_valid_tokens, logits.device)
-        weights = torch.where(is_valid, weights, 0.0)
-        topk_ids = torch.where(is_valid, topk_ids, -1)
-    return Routing(weights, topk_ids)
+    routing = Routing(weights, topk_ids.int())
+    return routing if num_valid_tokens is None else mask_padding(routing, num_valid_tokens)
+
+
+def mask_padding(routing: Routing, num_valid_tokens: torch.Tensor) -> Routing:
+    """Give the rows from ``num_valid_tokens`` ([1] integer) on ids -1 and weights 0, in the packed ids too."""
+    is_valid = valid_rows(routing.topk_ids.shape[0], num_valid_tokens, routing.topk_ids.device)
+    packed = routing.packed
+    return Routing(
+        torch.where(is_valid, routing.topk_weights, 0.0),
+        torch.where(is_valid, widen_ids(routing.topk_ids), -1).int(),
+        None if packed is None else torch.where(is_valid, packed, -1 << 16),
+        routing.local_range,
+    )
 
 
 def _rank_keys(rank_values: torch.Tensor) -> torch.Tensor:

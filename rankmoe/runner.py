@@ -11,6 +11,7 @@ from rankmoe.handoff import Handoff
 from rankmoe.moe import Workspace, fused_moe
 from rankmoe.pack import IdSpace, id_space
 from rankmoe.quantize import quantize_mxfp8
+from rankmoe.route import mask_padding
 from rankmoe.types import ExpertSchedule, ExpertWeights, LocalRange, MXTensor, Routing
 
 
@@ -36,13 +37,18 @@ class RoutedMoeRunner:
 
         hidden_states: [T, H] bfloat16 or float32.
         routing: plain (weights, ids) with global ids, or with packed ids of either form.
-        num_valid_tokens: [1] integer or None. Rows from this one on are not read (used where the handoff misses).
+        num_valid_tokens: [1] integer or None. Rows from this one on are not read and give zeros, whatever their ids
+            are. Give the router's handoff the same tensor, and the front has masked them already.
         Returns [T, H] ``out_dtype``.
         Raises ValueError where rank-local packed ids were written for another range than the weights'.
         """
         placement = self.weights.placement
         staged = self.handoff.take(hidden_states) if self.handoff else None
         x = quantize_mxfp8(hidden_states, num_valid_tokens) if staged is None else staged.x
+        published = staged if staged is not None and staged.routing.packed is routing.packed else None
+        is_masked = num_valid_tokens is None or (published and published.num_valid_tokens is num_valid_tokens)
+        if not is_masked and num_valid_tokens is not None:
+            routing = mask_padding(routing, num_valid_tokens)
         local_range = placement.local_range if placement.physical_to_logical is None else None
         if local_range is None:  # round-robin or redundant experts: ids are global, found through the map
             if routing.local_range is not None:
@@ -51,10 +57,9 @@ class RoutedMoeRunner:
                 )
             routing = Routing(routing.topk_weights, placement.to_physical(routing.topk_ids))
             return self._run(x, routing, IdSpace(placement.num_experts, 0), expert_map=placement.expert_map)
-        schedule = None
-        if staged is not None and staged.routing.packed is routing.packed:
-            self._check_staged_range(staged, local_range)
-            schedule = staged.schedule
+        if published is not None:
+            self._check_staged_range(published, local_range)
+        schedule = published.schedule if published is not None and is_masked else None
         return self._run(x, routing, id_space(routing, placement.num_experts, local_range), schedule)
 
     def _check_staged_range(self, staged: FrontResult, local_range: LocalRange) -> None:

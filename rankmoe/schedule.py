@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rankmoe.pack import unpack, widen_ids
-from rankmoe.types import MAX_FRONT_TOKENS, ExpertSchedule, Routing
+from rankmoe.pack import unpack
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertSchedule, Routing, widen_ids
 
 
 def build_schedule(

@@ -15,6 +15,8 @@ import torch
 
 #: Largest number of tokens that the fused front takes; an expert's tokens then fit one 64-bit mask.
 MAX_FRONT_TOKENS = 64
+#: Largest number of tokens of a batch.
+MAX_TOKENS = 65_536
 #: Elements that share one power-of-two scale in the OCP microscaling formats.
 GROUP_SIZE = 32
 
@@ -22,6 +24,8 @@ Scoring = Literal["sigmoid", "softmax", "softmax_selected"]
 SlotOrder = Literal["id", "value"]
 MXFormat = Literal["mxfp8", "mxfp4"]
 PlacementStrategy = Literal["contiguous", "round_robin"]
+#: What a front makes of the schedule: nothing, the token masks alone, or the whole ``ExpertSchedule``.
+ScheduleOutput = Literal["none", "masks", "rows"]
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,22 @@ class ExpertPlacement:
         most = max(len(c) for c in copies)
         table = torch.tensor([c + [-1] * (most - len(c)) for c in copies], device=topk_ids.device)
         num_copies = torch.tensor([len(c) for c in copies], device=topk_ids.device)
-        ids = topk_ids.long()
+        ids = widen_ids(topk_ids)
         if ids.numel() and int(ids.max()) >= len(copies):
             raise ValueError(f"topk_ids: expected logical ids below {len(copies)}, got {int(ids.max())}")
         safe = ids.clamp(min=0)
         token = torch.arange(ids.shape[0], device=ids.device)[:, None]
         physical_ids = table[safe, token % num_copies[safe]]
         return torch.where(ids < 0, ids, physical_ids).to(topk_ids.dtype)
+
+
+def widen_ids(topk_ids: torch.Tensor) -> torch.Tensor:
+    """Ids as int64; int32, int64 and uint32 (where 2^32 - 1 is -1) are taken, TypeError otherwise."""
+    if topk_ids.dtype == torch.uint32:
+        topk_ids = topk_ids.view(torch.int32)
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids: expected int32, int64 or uint32, got {topk_ids.dtype}")
+    return topk_ids.long()
 
 
 @dataclass(frozen=True)
@@ -213,6 +226,10 @@ class Routing:
     packed: torch.Tensor | None = None
     local_range: LocalRange | None = None
 
+    def __post_init__(self) -> None:
+        if self.local_range is not None and self.packed is None:
+            raise ValueError(f"local_range: expected None without packed ids, got {self.local_range}")
+
 
 @dataclass(frozen=True)
 class MXTensor:
@@ -227,13 +244,17 @@ class MXTensor:
     format: MXFormat
 
     def __post_init__(self) -> None:
+        if self.format not in ("mxfp8", "mxfp4"):
+            raise ValueError(f"format: expected 'mxfp8' or 'mxfp4', got {self.format!r}")
         expected = torch.float8_e4m3fn if self.format == "mxfp8" else torch.uint8
         if self.data.dtype != expected:
             raise TypeError(f"data: expected {expected} for {self.format}, got {self.data.dtype}")
         if self.scale.dtype != torch.uint8:
             raise TypeError(f"scale: expected torch.uint8, got {self.scale.dtype}")
+        if self.shape[-1] % GROUP_SIZE:
+            raise ValueError(f"data, last dimension: expected a multiple of {GROUP_SIZE}, got {self.shape[-1]}")
         shape = (*self.shape[:-1], self.shape[-1] // GROUP_SIZE)
-        if self.shape[-1] % GROUP_SIZE or tuple(self.scale.shape) != shape:
+        if tuple(self.scale.shape) != shape:
             raise ValueError(f"scale: expected {shape} for elements {self.shape}, got {tuple(self.scale.shape)}")
 
     @property

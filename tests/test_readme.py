@@ -20,3 +20,21 @@ def test_every_file_that_the_documents_link_to_exists() -> None:
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_test_that_the_numerics_name_exists() -> None:
+    tests = {
+        path.stem.removeprefix("test_"): set(re.findall(r"def test_(\w+)", path.read_text()))
+        for path in (ROOT / "tests").glob("test_*.py")
+    }
+    num_named = 0
+    for line in (ROOT / "docs" / "numerics.md").read_text().splitlines():
+        cells = line.split(" | ")
+        stem = None
+        for name in re.findall(r"`((?:\w+::)?\w+_\w+)`", cells[1] if len(cells) == 2 else ""):
+            module, _, test = name.rpartition("::")
+            stem = module or stem
+            assert stem is not None
+            assert test in tests[stem], f"docs/numerics.md names {stem}::{test}"
+            num_named += 1
+    assert num_named > 50

@@ -18,6 +18,25 @@ from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor
 TILE_ELEMENTS = 256 * 1024
 
 
+#: Largest scale byte whose weights float32 holds: 6 * 2^(252 - 127) < 2^128. Byte 255 is NaN, which it holds too.
+MAX_SCALE_BYTE = 252
+
+
+def pack(w13: MXTensor, w2: MXTensor) -> tuple[MXTensor, MXTensor]:
+    """Keep the checkpoint's layout. Raises ValueError for a scale that float32 arithmetic cannot hold."""
+    for name, tensor in (("w13", w13), ("w2", w2)):
+        for expert, scale in enumerate(tensor.scale):
+            if int(scale.max()) > MAX_SCALE_BYTE:  # rare: look closer
+                too_large = ((scale > MAX_SCALE_BYTE) & (scale < 255)).nonzero()
+                if len(too_large):
+                    row, group = too_large[0].tolist()
+                    raise ValueError(
+                        f"{name}: expected scale bytes up to {MAX_SCALE_BYTE} or 255, got {int(scale[row, group])} in "
+                        f"expert {expert}, row {row}, group {group}"
+                    )
+    return w13, w2
+
+
 def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor) -> MXTensor:
     """[T, H] MXFP8 activations to the [R, I] MXFP8 middle; see ``rankmoe.experts.gate_up``."""
     tokens = dequantize(x)

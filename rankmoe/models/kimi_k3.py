@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +57,15 @@ class RouterGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.e_score_correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RouterGate:
+        """Move with the module, but stay float32 when it is cast: the bias decides between close experts."""
+        bias = self.e_score_correction_bias.data
+        super()._apply(fn, recurse)
+        if bias.is_meta:  # given memory only now
+            bias = self.e_score_correction_bias.data.float()
+        self.e_score_correction_bias.data = bias.to(self.weight.device)
+        return self
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, E] float32."""

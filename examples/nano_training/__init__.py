@@ -1,0 +1,1 @@
+"""The parts of ``train_nano.py``: one file for each idea."""
