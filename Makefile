@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # A source file of the standard library that the embedded model was not trained on.
 DEMO_MODULE ?= sched
 demo: $(INSTALLED)
-	$(BIN)/rankmoe generate --tokens 256 --batch 2 --ep 4 --verify \
+	$(BIN)/rankmoe generate --tokens 192 --batch 2 --ep 4 --verify \
 		--prompt-file "$$($(BIN)/python -c "import $(DEMO_MODULE); print($(DEMO_MODULE).__file__)")"
 
 test: lint types

@@ -51,7 +51,7 @@ def _reference() -> Backend:
     return Backend(
         name="reference",
         available=lambda: True,
-        covered=lambda problem: True,
+        covered=lambda problem: problem.device_type == "cpu",
         pack=lambda w13, w2: (w13, w2),
         gate_up=reference.gate_up,
         down=reference.down,
@@ -91,14 +91,14 @@ def get_backend(name: str) -> Backend:
 def choose_backend(problem: Problem, name: str = "auto") -> Backend:
     """The preferred backend that is available and covers the problem, or the named one.
 
-    Raises ValueError where the named backend does not cover the problem or is not available here.
+    Raises ValueError where that backend, or every one, does not cover the problem or is not available here.
     """
     if name != "auto":
         backend = get_backend(name)
         if not (backend.available() and backend.covered(problem)):
-            raise ValueError(f"backend: {name!r} is not available here or does not cover {problem}")
+            raise ValueError(f"backend: expected one that is available here and covers {problem}, got {name!r}")
         return backend
     for candidate in map(get_backend, _LOADERS):
         if candidate.available() and candidate.covered(problem):
             return candidate
-    raise AssertionError("the reference backend covers every problem")
+    raise ValueError(f"backend: expected one that covers {problem}, got none of {', '.join(_LOADERS)}")

@@ -21,8 +21,9 @@ def combine(
     Returns [T, H] ``out_dtype``; zeros for a token without a slot on this rank. The weight of a slot that this rank
     does not compute is never used, so a NaN there does not leak.
     """
-    if topk_weights.dtype != torch.float32:
-        raise TypeError(f"topk_weights: expected float32, got {topk_weights.dtype}")
+    for name, tensor in (("rows", rows), ("topk_weights", topk_weights)):
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name}: expected float32, got {tensor.dtype}")
     if topk_weights.shape != schedule.slot_rows.shape:
         raise ValueError(
             f"topk_weights: expected {tuple(schedule.slot_rows.shape)} as the schedule, got {tuple(topk_weights.shape)}"

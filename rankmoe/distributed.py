@@ -88,7 +88,10 @@ def launch(function: Callable[..., Any], ep_size: int, *args: Any) -> Any:
             mp.spawn(_rank_main, args=(ep_size, folder, function, args), nprocs=ep_size)
         except ProcessRaisedException as error:
             # A rank that fails closes its connections, which fails the others: the first error is the cause.
-            first = min(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+            errors = list(Path(folder).glob("error-*"))
+            if not errors:
+                raise
+            first = min(errors, key=lambda path: path.stat().st_mtime_ns)
             raise RuntimeError(f"rank {first.name.removeprefix('error-')} failed:\n{first.read_text()}") from error
         return pickle.loads((Path(folder) / "value").read_bytes())
 
@@ -96,10 +99,10 @@ def launch(function: Callable[..., Any], ep_size: int, *args: Any) -> Any:
 def _rank_main(ep_rank: int, ep_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # Ranks on one machine share its cores; more threads than that only wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ep_size))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size, timeout=_TIMEOUT
-    )
     try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size, timeout=_TIMEOUT
+        )
         value = function(ExpertParallelGroup(ep_rank, ep_size, dist.group.WORLD), *args)
         if ep_rank == 0:
             (Path(folder) / "value").write_bytes(pickle.dumps(value))
@@ -107,4 +110,5 @@ def _rank_main(ep_rank: int, ep_size: int, folder: str, function: Callable[..., 
         (Path(folder) / f"error-{ep_rank}").write_text(traceback.format_exc())
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -203,6 +203,7 @@ def generate(
 
     on_bytes: called on rank 0 as bytes arrive.
     """
+    torch.set_num_threads(1)  # nano's tensors are too small to share between threads
     model = load_nano(group, options.directory)
     placement = _experts(model).placement
     local_range = placement.local_range

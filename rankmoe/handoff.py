@@ -72,6 +72,8 @@ class Handoff:
 
         x: [T, H] bfloat16 or float32. It is held until taken or cleared.
         local_range: this rank's experts, read by the caller at every forward. None or count 0 keeps ids global.
+        Tensors made under ``torch.inference_mode`` have no version counter: writing one in place between staging and
+        taking goes unseen, so don't.
         """
         self._threads.pending = _Pending(staged=(x, _Identity.of(x), local_range or LocalRange(0, 0)))
 
@@ -142,6 +144,13 @@ class Handoff:
     def clear(self) -> None:
         """Drop whatever is pending in this thread. Belongs in a ``finally`` around the layer."""
         self._threads.pending = _Pending()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Handoff:
+        """A new one with nothing pending: what is pending belongs to this one's tensors."""
+        return Handoff()
+
+    def __reduce__(self) -> tuple[type[Handoff], tuple[()]]:
+        return Handoff, ()
 
     def _pending(self) -> _Pending:
         pending = getattr(self._threads, "pending", None)

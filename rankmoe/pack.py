@@ -38,6 +38,8 @@ def rank_local_ids(topk_ids: torch.Tensor, local_range: LocalRange, num_experts:
     Returns [T, K] int32.
     Raises ValueError, naming both numbers, where relabelling does not apply (see ``rank_local_num_experts``).
     """
+    if topk_ids.dim() != 2:
+        raise ValueError(f"topk_ids: expected [num_tokens, top_k], got {tuple(topk_ids.shape)}")
     top_k = topk_ids.shape[1]
     if rank_local_num_experts(num_experts, local_range, top_k) is None:
         raise ValueError(
@@ -61,6 +63,8 @@ def pack_topk(routing: Routing, num_experts: int, local_range: LocalRange | None
     ids, written_for = widen_ids(routing.topk_ids), None
     if local_range is not None and rank_local_num_experts(num_experts, local_range, ids.shape[1]) is not None:
         ids, written_for = rank_local_ids(ids, local_range, num_experts), local_range
+    elif num_experts > MAX_PACKED_ID + 1:
+        raise ValueError(f"num_experts: expected at most {MAX_PACKED_ID + 1} for packed global ids, got {num_experts}")
     return dataclasses.replace(routing, packed=pack(ids, routing.topk_weights), local_range=written_for)
 
 

@@ -58,7 +58,12 @@ def quantize_mxfp8(hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor |
 
 def valid_rows(num_tokens: int, num_valid_tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     """[T, 1] bool. True for the rows below ``num_valid_tokens`` ([1] integer), without reading it on the host."""
-    return torch.arange(num_tokens, device=device)[:, None] < num_valid_tokens.to(device)
+    if not isinstance(num_valid_tokens, torch.Tensor) or num_valid_tokens.dtype not in (torch.int32, torch.int64):
+        got = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
+        raise TypeError(f"num_valid_tokens: expected an int32 or int64 tensor, got {got}")
+    if num_valid_tokens.numel() != 1:
+        raise ValueError(f"num_valid_tokens: expected one number, got shape {tuple(num_valid_tokens.shape)}")
+    return torch.arange(num_tokens, device=device)[:, None] < num_valid_tokens.to(device).view(1, 1)
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> MXTensor:
@@ -68,6 +73,8 @@ def quantize_mxfp4(weight: torch.Tensor) -> MXTensor:
     Returns data [..., N/2] uint8 and scale [..., N/32] uint8; an all-zero group has scale byte 0. A group that holds
     NaN or infinity gets scale byte 255.
     """
+    if not weight.is_floating_point() or weight.dim() == 0:
+        raise TypeError(f"weight: expected floating-point values [..., N], got {weight.dtype} {tuple(weight.shape)}")
     check_group_multiple("weight.shape[-1]", weight.shape[-1])
     groups = weight.float().unflatten(-1, (-1, GROUP_SIZE))
     amax = groups.abs().amax(-1, keepdim=True)

@@ -97,6 +97,11 @@ def local_expert_ids(
                 f"expert_map: expected ({num_experts},) with local_expert_offset 0, "
                 f"got {tuple(expert_map.shape)} with {local_expert_offset}"
             )
+        if expert_map.device.type == "cpu" and num_experts and int(expert_map.max()) >= num_local_experts:
+            raise ValueError(
+                f"expert_map: expected local ids below num_local_experts={num_local_experts}, "
+                f"got {int(expert_map.max())}"
+            )
         local = expert_map.to(ids.device)[torch.where(is_valid, ids, 0)].long()
     is_local = is_valid & (local >= 0) & (local < num_local_experts)
     return torch.where(is_local, local, -1)

@@ -193,6 +193,8 @@ class RouterConfig:
             raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
         if self.scoring not in ("sigmoid", "softmax", "softmax_selected"):
             raise ValueError(f"scoring: expected 'sigmoid', 'softmax' or 'softmax_selected', got {self.scoring!r}")
+        if not abs(self.routed_scaling_factor) < float("inf"):
+            raise ValueError(f"routed_scaling_factor: expected a finite number, got {self.routed_scaling_factor}")
         if self.slot_order not in ("id", "value"):
             raise ValueError(f"slot_order: expected 'id' or 'value', got {self.slot_order!r}")
         if not 1 <= self.topk_groups <= self.num_expert_groups:
@@ -208,7 +210,10 @@ class RouterConfig:
             )
         eligible = num_experts // self.num_expert_groups * self.topk_groups
         if self.top_k > eligible:
-            raise ValueError(f"top_k: expected at most {eligible} (eligible of {num_experts}), got {self.top_k}")
+            raise ValueError(
+                f"top_k: expected at most {eligible}, the experts in {self.topk_groups} of {self.num_expert_groups} "
+                f"groups of {num_experts} experts, got {self.top_k}"
+            )
 
 
 @dataclass(frozen=True)
@@ -315,6 +320,11 @@ class SiTU:
     beta: float = 4.0
     linear_beta: float = 25.0
 
+    def __post_init__(self) -> None:
+        for name, value in (("beta", self.beta), ("linear_beta", self.linear_beta)):
+            if not value > 0:
+                raise ValueError(f"{name}: expected above 0, got {value}")
+
 
 @dataclass(frozen=True)
 class SwiGLU:
@@ -328,6 +338,10 @@ class SwiGLU:
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit: expected above 0 or None, got {self.limit}")
 
 
 Activation = SiTU | SwiGLU

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -178,7 +179,7 @@ def test_two_layers_that_share_a_handoff_do_not_disturb_each_other():
 def test_an_exception_in_the_experts_leaves_the_handoff_empty(monkeypatch):
     module, staged = block(experts(4, 1)), []
 
-    def fail(latent: Tensor, routing: object) -> Tensor:
+    def fail(latent: Tensor, routing: object, num_valid_tokens: object) -> Tensor:
         staged.append(latent)
         raise RuntimeError("the experts failed")
 
@@ -230,3 +231,20 @@ def test_a_forward_before_bind_experts_is_an_error():
 def test_experts_that_do_not_fit_the_configuration_are_refused(weights, got):
     with pytest.raises(ValueError, match=rf"weights: expected .* \(32, 64, 32\), got {got}"):
         block().bind_experts(weights)
+
+
+def test_rows_beyond_the_valid_tokens_change_no_other_row():
+    module, hidden_states = block(experts()), tokens()
+    expected = module(hidden_states)[:3]
+    hidden_states[3:] = math.nan
+    assert_bitwise_equal(module(hidden_states, torch.tensor([3]))[:3], expected)
+
+
+def test_a_block_can_be_copied():
+    module = block(experts())
+    assert_bitwise_equal(copy.deepcopy(module)(tokens()), module(tokens()))
+
+
+def test_hidden_states_of_another_shape_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"hidden_states: expected \[num_tokens, .*got \(1, "):
+        block(experts())(tokens()[None])

@@ -170,7 +170,7 @@ def test_an_expert_named_twice_is_relabelled_in_both_slots():
 def test_a_large_id_space_packs_where_the_relabelled_ids_fit():
     routing = routing_of([[40_000, 39_999]])
     assert unpack(pack_topk(routing, 50_000, LocalRange(40_000, 8)).packed)[0].tolist() == [[0, 9]]
-    with pytest.raises(ValueError, match="got 40000"):
+    with pytest.raises(ValueError, match="got 50000"):
         pack_topk(routing, 50_000)
 
 

@@ -165,8 +165,7 @@ def test_all_negative_logits_choose_as_the_rule(shift, num_experts, scoring):
     logits = random_logits(4, num_experts) + shift
     config = RouterConfig(8, scoring)
     assert torch.equal(route(logits, config).topk_ids, reference.route(logits, config).topk_ids)
-    if (scoring, shift) != ("sigmoid", -100):  # there, it depends on the sigmoid whether it underflows to zero
-        assert_follows_rule(logits, config)
+    assert_follows_rule(logits, config)
 
 
 def test_negative_zero_ties_with_zero():
@@ -347,7 +346,7 @@ def test_the_inputs_are_not_changed():
     [
         (torch.zeros(2, 8).half(), None, TypeError, "router_logits: expected float32 or bfloat16, got torch.float16"),
         (torch.zeros(8), None, ValueError, r"router_logits: expected \[num_tokens, num_experts\], got \(8,\)"),
-        (torch.zeros(2, 3), None, ValueError, r"top_k: expected at most 3 .*, got 4"),
+        (torch.zeros(2, 3), None, ValueError, r"top_k: expected at most 3, .*, got 4"),
         (torch.zeros(2, 8), torch.zeros(8).bfloat16(), TypeError, "correction_bias: expected float32, got torch.bfl"),
         (torch.zeros(2, 8), torch.zeros(7), ValueError, r"correction_bias: expected \(8,\), got \(7,\)"),
     ],
@@ -376,7 +375,10 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_name(fields, message)
     ("config", "message"),
     [
         (RouterConfig(2, num_expert_groups=3), "num_expert_groups: expected a divisor of num_experts=8, got 3"),
-        (RouterConfig(5, num_expert_groups=4, topk_groups=2), r"top_k: expected at most 4 \(eligible of 8\), got 5"),
+        (
+            RouterConfig(5, num_expert_groups=4, topk_groups=2),
+            r"top_k: expected at most 4, the experts in 2 of 4 groups of 8 experts, got 5",
+        ),
     ],
 )
 def test_groups_that_do_not_fit_the_experts_are_refused(config, message):

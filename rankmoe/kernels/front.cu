@@ -140,7 +140,7 @@ __device__ __forceinline__ float sigmoid(float x) {
 __device__ __forceinline__ float sigmoid_edge(float x) {
   if (x != x) return x;
   if (x > 0.0f) return 1.0f;
-  if (x <= -88.7228394f) return 0.0f;  // exp(-x) is infinite in float32
+  if (x < -104.0f) return 0.0f;  // below half of the smallest subnormal
   float t, rest;
   exponent_parts(x, t, rest);
   const float power = exp2_flushed(-t - 64.0f);

@@ -25,8 +25,10 @@ def available(device: torch.device | int | None = None) -> bool:
 
 def interprets() -> bool:
     """True where kernels run in Triton's interpreter on the CPU (``TRITON_INTERPRET=1`` before Triton's import)."""
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError:  # installed, but not whole
+        return False
     return bool(knobs.runtime.interpret)
 
 

@@ -118,16 +118,21 @@ class KimiK3MoE(nn.Module):
             raise ValueError(f"weights: expected (experts, latent, intermediate) {expected}, got {got}")
         self.runner = RoutedMoeRunner(weights, self.handoff, out_dtype=self.reduce_dtype)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] to [T, hidden] in the same dtype; every rank gets the same rows.
 
-        Raises RuntimeError before ``bind_experts``.
+        num_valid_tokens: [1] integer or None. Rows from this one on cost no expert work; what they give is undefined.
+        Raises RuntimeError before ``bind_experts``, ValueError for another shape.
         """
-        routed = self.group.all_reduce(self.routed_partial(hidden_states))
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.config.hidden_size:
+            raise ValueError(
+                f"hidden_states: expected [num_tokens, {self.config.hidden_size}], got {tuple(hidden_states.shape)}"
+            )
+        routed = self.group.all_reduce(self.routed_partial(hidden_states, num_valid_tokens))
         latent = self.routed_expert_norm(routed.to(hidden_states.dtype))
         return self.routed_expert_up_proj(latent) + self.shared_experts(hidden_states)
 
-    def routed_partial(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def routed_partial(self, hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """[T, latent] ``reduce_dtype``. This rank's part of the routed experts' sum, before the sum over ranks."""
         if self.runner is None:
             raise RuntimeError("KimiK3MoE: expected bind_experts() before forward()")
@@ -136,10 +141,10 @@ class KimiK3MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         try:
             self.handoff.stage(latent, self._range_to_stage())
-            routing = self.handoff.try_route(logits, self.config.router, bias)
+            routing = self.handoff.try_route(logits, self.config.router, bias, num_valid_tokens)
             if routing is None:
-                routing = route(logits, self.config.router, bias)
-            return self.runner(latent, routing)
+                routing = route(logits, self.config.router, bias, num_valid_tokens)
+            return self.runner(latent, routing, num_valid_tokens)
         finally:
             self.handoff.clear()
 
