@@ -1,6 +1,6 @@
-"""Which implementations of the expert GEMMs exist, what each one covers, and which one a problem gets.
+"""Which implementations exist, what each one covers, and which one a problem or a device gets.
 
-A backend's module is imported when it is asked for, so that ``import rankmoe`` needs no compiler and no GPU.
+A module with device code is imported when it is asked for, so that ``import rankmoe`` needs no compiler and no GPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -102,3 +103,23 @@ def choose_backend(problem: Problem, name: str = "auto") -> Backend:
         if candidate.available() and candidate.covered(problem):
             return candidate
     raise ValueError(f"backend: expected one that covers {problem}, got none of {', '.join(_LOADERS)}")
+
+
+@cache
+def cuda_kernel(operation: Literal["front", "schedule"], device: torch.device) -> Any:
+    """The module ``kernels.<operation>_cuda`` where ``device`` runs it, else None."""
+    if device.type != "cuda":
+        return None
+    from rankmoe.kernels import nvrtc
+
+    return import_module(f"rankmoe.kernels.{operation}_cuda") if nvrtc.can_launch(device) else None
+
+
+@cache
+def triton_kernel(operation: Literal["route", "quantize", "schedule"], device: torch.device) -> Any:
+    """The module ``kernels.<operation>_triton`` where ``device`` is a GPU that Triton is installed for, else None."""
+    if device.type != "cuda":
+        return None
+    from rankmoe.kernels import triton_support
+
+    return import_module(f"rankmoe.kernels.{operation}_triton") if triton_support.available(device) else None

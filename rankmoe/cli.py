@@ -312,6 +312,44 @@ def bench_layer(
     )
 
 
+@bench.command("front")
+def bench_front(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,2,4,8,16,24,32,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each variant; the median is reported.")] = 25,
+    output: Annotated[Path | None, typer.Option(help="Where to write the JSON record; nowhere by default.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Where to write the table as Markdown.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Time the launch from router logits to schedule, beside its parts and SGLang's launch. Needs a Hopper GPU.
+
+    Checks every variant first, then times graph replays. Example: `rankmoe bench front --tokens 8,16,24`
+    """
+    from rankmoe.bench.front import FrontOptions, markdown_table, run
+    from rankmoe.models.presets import get_preset
+
+    try:
+        record = run(FrontOptions(get_preset(model), ep, _numbers("tokens", tokens), rounds))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if output is not None:
+        record.write(output)
+    if markdown is not None:
+        markdown.write_text(markdown_table(record) + "\n")
+    if as_json:
+        print(record.to_json(), end="")
+        return
+    console = Console()
+    console.print(f"{model}, EP {ep}, on {record.device}: microseconds of one launch, medians", highlight=False)
+    counts = sorted({row["tokens"] for row in record.rows})
+    table = Table("variant", *map(str, counts))
+    for name in dict.fromkeys(row["variant"] for row in record.rows):
+        values = {row["tokens"]: row["us"] for row in record.rows if row["variant"] == name}
+        table.add_row(name, *(f"{values[count]:.2f}" if count in values else "" for count in counts))
+    console.print(table)
+
+
 def _numbers(name: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]

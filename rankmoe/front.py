@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankmoe.pack import id_space, pack_topk, rank_local_num_experts
+from rankmoe.backends import cuda_kernel
+from rankmoe.pack import IdSpace, id_space, pack_topk, rank_local_num_experts
 from rankmoe.quantize import quantize_mxfp8
 from rankmoe.route import route
 from rankmoe.schedule import schedule_routing
@@ -27,8 +28,8 @@ class FrontResult:
 
     routing: with packed ids.
     x: [T, H] mxfp8.
-    schedule: for ``local_range``; None where no range was given or only masks were asked for.
-    local_range: the range that schedule or masks are for.
+    schedule: None where neither range nor map was given, or only masks were asked for.
+    local_range: the range that schedule or masks are for; None where that is an expert map.
     expert_token_mask: [L] int64, see ``ExpertSchedule``, where only masks were asked for.
     num_valid_tokens: the caller's tensor, by which rows were masked; None where all are valid.
     """
@@ -48,6 +49,8 @@ def route_quantize(
     correction_bias: torch.Tensor | None = None,
     *,
     local_range: LocalRange | None = None,
+    expert_map: torch.Tensor | None = None,
+    num_local_experts: int = 0,
     rank_local: bool = True,
     num_valid_tokens: torch.Tensor | None = None,
     schedule: ScheduleOutput = "rows",
@@ -58,7 +61,10 @@ def route_quantize(
     router_logits: [T, E] float32 or bfloat16.
     hidden_states: [T, H] bfloat16 or float32, H a multiple of 32.
     correction_bias: [E] float32 or None.
-    local_range: this rank's experts. None or a count of 0: packed ids stay global and no schedule is made.
+    local_range: this rank's experts. None or a count of 0: packed ids stay global and no schedule is made, unless
+        there is a map.
+    expert_map, num_local_experts: [E] int32 on the device, local id or -1 of each expert, and L; for a rank whose
+        experts are no range. Packed ids stay global.
     rank_local: write rank-local packed ids where they apply; False keeps them global, the schedule is the same.
     num_valid_tokens: [1] integer on the device or None. Rows from this one on cost no expert work and give zeros.
     schedule: ``masks`` is cheaper than ``rows`` and enough for consumers that read token masks (T <= 64).
@@ -71,28 +77,39 @@ def route_quantize(
         raise ValueError(f"schedule: expected 'none', 'masks' or 'rows', got {schedule!r}")
     if schedule == "masks" and num_tokens > MAX_FRONT_TOKENS:
         raise ValueError(f"schedule: expected 'rows' beyond {MAX_FRONT_TOKENS} tokens, got 'masks' for {num_tokens}")
-    if local_range is None or local_range.count == 0:
-        local_range, schedule = None, "none"
-    else:
+    if local_range is not None:
         local_range.validate(num_experts)
-    result = None
-    if hidden_states.device.type == "cuda":
-        result = _launch(
-            router_logits,
-            hidden_states,
-            config,
-            correction_bias,
-            local_range,
-            rank_local,
-            num_valid_tokens,
-            schedule,
-            workspace,
-        )
+        if expert_map is not None:
+            raise ValueError(f"expert_map: expected None beside a local_range, got both ({local_range})")
+        local_range = local_range if local_range.count else None
+    owned = _Owned(local_range, expert_map, local_range.count if local_range else num_local_experts)
+    if local_range is None and expert_map is None:
+        schedule = "none"
+    result = _launch(
+        router_logits,
+        hidden_states,
+        config,
+        correction_bias,
+        owned,
+        rank_local,
+        num_valid_tokens,
+        schedule,
+        workspace,
+    )
     if result is None:
         routing = route(router_logits, config, correction_bias, num_valid_tokens)
         routing = pack_topk(routing, num_experts, local_range if rank_local else None)
         result = FrontResult(routing, quantize_mxfp8(hidden_states, num_valid_tokens), local_range=local_range)
-    return _with_schedule(replace(result, num_valid_tokens=num_valid_tokens), num_experts, schedule)
+    return _with_schedule(replace(result, num_valid_tokens=num_valid_tokens), owned, num_experts, schedule)
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """The experts that the schedule is for: a range, or a map and its count, or none."""
+
+    local_range: LocalRange | None
+    expert_map: torch.Tensor | None
+    count: int
 
 
 def _launch(
@@ -100,37 +117,36 @@ def _launch(
     hidden_states: torch.Tensor,
     config: RouterConfig,
     correction_bias: torch.Tensor | None,
-    local_range: LocalRange | None,
+    owned: _Owned,
     rank_local: bool,
     num_valid_tokens: torch.Tensor | None,
     schedule: ScheduleOutput,
     workspace: FrontBuffers | None,
 ) -> FrontResult | None:
     """The one launch, with the schedule where it covers that too; None where it does not cover the inputs at all."""
-    from rankmoe.kernels import front_cuda
-
     num_tokens, num_experts = router_logits.shape
     if num_tokens > MAX_FRONT_TOKENS:
         schedule = "none"
     device = hidden_states.device
-    if not front_cuda.available(device) or not front_cuda.covered(router_logits, hidden_states, config, schedule):
+    kernel = cuda_kernel("front", device)
+    if kernel is None or not kernel.covered(router_logits, hidden_states, config, schedule):
         return None
-    count = local_range.count if local_range else 0
     if workspace is None or num_tokens > MAX_FRONT_TOKENS:
-        workspace = front_cuda.allocate_buffers(
-            num_tokens, config.top_k, hidden_states.shape[1], count, device, schedule=schedule
+        workspace = kernel.allocate_buffers(
+            num_tokens, config.top_k, hidden_states.shape[1], owned.count, device, schedule=schedule
         )
-    packed_range = None
+    local_range, packed_range = owned.local_range, None
     if local_range and rank_local and rank_local_num_experts(num_experts, local_range, config.top_k) is not None:
         packed_range = local_range
-    front_cuda.launch_front(
+    kernel.launch_front(
         router_logits,
         hidden_states,
         config,
         workspace,
         correction_bias=correction_bias,
         local_expert_offset=local_range.offset if local_range else 0,
-        num_local_experts=count,
+        num_local_experts=owned.count,
+        expert_map=owned.expert_map,
         packed_range=packed_range,
         num_valid_tokens=num_valid_tokens,
     )
@@ -143,18 +159,19 @@ def _launch(
     )
 
 
-def _with_schedule(result: FrontResult, num_experts: int, schedule: ScheduleOutput) -> FrontResult:
+def _with_schedule(result: FrontResult, owned: _Owned, num_experts: int, schedule: ScheduleOutput) -> FrontResult:
     """Add what of the schedule is asked for and not made yet, by the separate pass."""
-    local_range = result.local_range
-    is_made = result.schedule is not None or result.expert_token_mask is not None
-    if schedule == "none" or is_made or local_range is None:
+    if schedule == "none" or result.schedule is not None or result.expert_token_mask is not None:
         return result
-    space = id_space(result.routing, num_experts, local_range)
+    space = IdSpace(num_experts, 0)
+    if owned.local_range is not None:
+        space = id_space(result.routing, num_experts, owned.local_range)
     made = schedule_routing(
         result.routing,
-        local_range.count,
+        owned.count,
         num_experts=space.num_experts,
         local_expert_offset=space.local_expert_offset,
+        expert_map=owned.expert_map,
     )
     if schedule == "rows":
         return replace(result, schedule=made)

@@ -105,21 +105,25 @@ def routed_moe(
             f"router_logits: expected [num_tokens, {num_logical_experts}] as the placement, "
             f"got {tuple(router_logits.shape)}"
         )
+    is_redundant = placement.physical_to_logical is not None
+    local_range = None if is_redundant else placement.local_range
+    expert_map = placement.expert_map.to(hidden_states.device) if local_range is None else None
     front = route_quantize(
         router_logits,
         hidden_states,
         config,
         correction_bias,
-        local_range=placement.local_range if placement.physical_to_logical is None else None,
+        local_range=local_range,
+        expert_map=None if is_redundant else expert_map,
+        num_local_experts=placement.num_local_experts,
         rank_local=rank_local,
         num_valid_tokens=num_valid_tokens,
     )
-    routing, space, expert_map = front.routing, IdSpace(placement.num_experts, 0), None
-    if front.local_range is not None:
-        space = id_space(routing, placement.num_experts, front.local_range)
-    else:  # round-robin or redundant experts: global ids, found through the map
+    routing, space = front.routing, IdSpace(placement.num_experts, 0)
+    if local_range is not None:
+        space = id_space(routing, placement.num_experts, local_range)
+    elif is_redundant:
         routing = Routing(routing.topk_weights, placement.to_physical(routing.topk_ids))
-        expert_map = placement.expert_map
     return fused_moe(
         front.x,
         routing,

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from rankmoe.backends import triton_kernel
 from rankmoe.types import GROUP_SIZE, MXTensor
 
 #: Smallest group maximum that a MXFP8 scale is made for; it keeps the scale's reciprocal finite.
@@ -39,6 +40,9 @@ def quantize_mxfp8(hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor |
     Raises TypeError for another dtype, ValueError for another shape.
     """
     _check_rows(hidden_states)
+    kernel = triton_kernel("quantize", hidden_states.device)
+    if kernel is not None and kernel.covered(hidden_states) and not hidden_states.requires_grad:
+        return kernel.quantize_mxfp8(hidden_states, num_valid_tokens)
     if num_valid_tokens is not None:
         hidden_states = torch.where(
             valid_rows(hidden_states.shape[0], num_valid_tokens, hidden_states.device), hidden_states, 0

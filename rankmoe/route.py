@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from rankmoe.backends import cuda_kernel, triton_kernel
 from rankmoe.quantize import valid_rows
 from rankmoe.types import RouterConfig, Routing, widen_ids
 
@@ -30,6 +31,9 @@ def route(
     Raises TypeError for a dtype, ValueError for a shape or stride that does not fit.
     """
     check_router_inputs(router_logits, config, correction_bias)
+    routing = _route_on_gpu(router_logits, config, correction_bias, num_valid_tokens)
+    if routing is not None:
+        return routing
     logits = router_logits.float()
     if config.scoring == "sigmoid":
         # In float64 and rounded once: torch's float32 sigmoid differs in the last bit between the vectorised part of a
@@ -54,14 +58,52 @@ def route(
     return routing if num_valid_tokens is None else mask_padding(routing, num_valid_tokens)
 
 
+def _route_on_gpu(
+    router_logits: torch.Tensor,
+    config: RouterConfig,
+    correction_bias: torch.Tensor | None,
+    num_valid_tokens: torch.Tensor | None,
+) -> Routing | None:
+    """By the kernel that the front uses too, so that both give the same bits; None without one, or for training."""
+    device = router_logits.device
+    if device.type != "cuda" or (torch.is_grad_enabled() and router_logits.requires_grad):
+        return None
+    no_rows = router_logits.new_empty(router_logits.shape[0], 0)
+    kernel = cuda_kernel("front", device)
+    if kernel is not None and kernel.covered(router_logits, no_rows, config, "none"):
+        buffers = kernel.allocate_buffers(
+            router_logits.shape[0], config.top_k, 0, 0, device, packed=False, schedule="none"
+        )
+        kernel.launch_front(
+            router_logits,
+            no_rows,
+            config,
+            buffers,
+            correction_bias=correction_bias,
+            num_local_experts=0,
+            num_valid_tokens=num_valid_tokens,
+        )
+        return buffers.routing()
+    kernel = triton_kernel("route", device)
+    if kernel is not None and kernel.covered(router_logits, config):
+        return kernel.route(router_logits, config, correction_bias, num_valid_tokens=num_valid_tokens)
+    return None
+
+
 def mask_padding(routing: Routing, num_valid_tokens: torch.Tensor) -> Routing:
     """Give the rows from ``num_valid_tokens`` ([1] integer) on ids -1 and weights 0, in the packed ids too."""
     is_valid = valid_rows(routing.topk_ids.shape[0], num_valid_tokens, routing.topk_ids.device)
     packed = routing.packed
+    if packed is not None:
+        no_expert = torch.full((packed.shape[1],), -1, dtype=torch.int32, device=packed.device)
+        if routing.local_range is not None:  # as any foreign id
+            no_expert = torch.arange(packed.shape[1], dtype=torch.int32, device=packed.device)
+            no_expert += routing.local_range.count
+        packed = torch.where(is_valid, packed, no_expert << 16)
     return Routing(
         torch.where(is_valid, routing.topk_weights, 0.0),
         torch.where(is_valid, widen_ids(routing.topk_ids), -1).int(),
-        None if packed is None else torch.where(is_valid, packed, -1 << 16),
+        packed,
         routing.local_range,
     )
 

@@ -335,7 +335,7 @@ def front_cases() -> list[FrontCase]:
     for num_valid in (0, 1, 5, 24):
         for schedule in ("masks", "rows"):
             cases.append(replace(base, num_tokens=24, num_valid=num_valid, schedule=schedule, seed=num_valid))
-    variants = [FrontVariant(route_warps=4, threshold=1), FrontVariant(8, 4), FrontVariant(8, 4, threshold=1)]
+    variants = [FrontVariant(4, 8), FrontVariant(4, 8, threshold=1), FrontVariant(8, 4, threshold=1)]
     variants += [FrontVariant(quant_chunks=4), FrontVariant(quant_chunks=2), FrontVariant(collector=True)]
     for variant in variants:
         for rows in ("normal", "repeats", "bad"):

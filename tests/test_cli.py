@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import rankmoe.pack
 from rankmoe.cli import app
 
-COMMANDS = [["info"], ["check"], ["generate"], ["bench", "layer"]]
+COMMANDS = [["info"], ["check"], ["generate"], ["bench", "layer"], ["bench", "front"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -111,3 +111,27 @@ def test_different_numbers_of_tokens_are_refused():
 def test_a_range_outside_the_experts_is_refused_naming_both_numbers(rank_local):
     with pytest.raises(ValueError, match=r"num_experts=64, got offset=60, (count|num_local_experts)=8"):
         front(5, local_range=LocalRange(60, 8), rank_local=rank_local)
+
+
+@pytest.mark.parametrize("schedule", ["rows", "masks"])
+def test_an_expert_map_gives_the_schedule_of_a_rank_without_a_range(schedule):
+    placement = ExpertPlacement(NUM_EXPERTS, 4, 1, strategy="round_robin")
+    options = {"expert_map": placement.expert_map, "num_local_experts": placement.num_local_experts}
+    result = front(9, local_range=None, schedule=schedule, **options)
+    expected = build_schedule(
+        result.routing.topk_ids,
+        placement.num_local_experts,
+        num_experts=NUM_EXPERTS,
+        expert_map=placement.expert_map,
+    )
+    assert result.routing.local_range is None
+    assert result.local_range is None
+    if schedule == "rows":
+        assert_bitwise_equal(result.schedule, expected)
+    else:
+        assert_bitwise_equal(result.expert_token_mask, expected.expert_token_mask)
+
+
+def test_a_range_and_a_map_together_are_refused():
+    with pytest.raises(ValueError, match="expert_map: expected None beside a local_range"):
+        front(3, expert_map=torch.zeros(NUM_EXPERTS, dtype=torch.int32), num_local_experts=1)

@@ -39,7 +39,8 @@ COMPILED = {
     "kimi, one token": KIMI | {"num_tokens": 1},
     "kimi, rows": KIMI | {"num_tokens": 64, "schedule": "rows"},
     "kimi, front only": KIMI | {"num_tokens": 24, "schedule": "none"},
-    "kimi, 8 warps": KIMI | {"num_tokens": 24, "variant": FrontVariant(8, 4, threshold=1)},
+    "kimi, routing alone": KIMI | {"num_tokens": 4096, "hidden_size": 0, "pack": "none", "schedule": "none"},
+    "kimi, 4 warps": KIMI | {"num_tokens": 24, "variant": FrontVariant(4, 8, threshold=1)},
     "kimi, unaligned": KIMI | {"num_tokens": 24, "has_vector_loads": False, "has_num_valid": True},
     "deepseek": KIMI | {"num_tokens": 8, "num_experts": 256, "hidden_size": 7168, "config": GROUPED},
     "qwen3": KIMI

@@ -2,7 +2,7 @@
 //
 // Blocks have roles. Block t < num_routing_blocks routes token t; one more block collects where SCHEDULE is 2; the rest
 // quantise. Nothing is included, so the source compiles with NVRTC anywhere. The including side defines:
-//   NUM_EXPERTS, TOP_K, HIDDEN_SIZE, LOGITS_BF16, HIDDEN_BF16, HAS_BIAS, HAS_MAP, HAS_NUM_VALID
+//   NUM_EXPERTS, TOP_K, HIDDEN_SIZE (0: no rows to quantise), LOGITS_BF16, HIDDEN_BF16, HAS_BIAS, HAS_MAP, HAS_NUM_VALID
 //   SCORING            0 sigmoid, 1 softmax, 2 softmax over the selected
 //   RENORMALIZE, NUM_GROUPS, TOPK_GROUPS, ORDER_BY_VALUE
 //   PACK               0 no packed ids, 1 global, 2 rank-local
@@ -701,6 +701,7 @@ __device__ __forceinline__ unsigned short e4m3_pair(float low, float high) {
   return codes;
 }
 
+#if HIDDEN_SIZE
 // Four lanes share a group of 32; a thread has QUANT_CHUNKS chunks of 8 elements in flight.
 __device__ __forceinline__ void quantize_rows(const FrontArguments& a, int block) {
   constexpr int words = HIDDEN_BF16 ? 4 : 8;
@@ -784,6 +785,7 @@ __device__ __forceinline__ void quantize_rows(const FrontArguments& a, int block
     }
   }
 }
+#endif
 
 // -------------------------------------------------------------------------------------------------------- collecting
 
@@ -907,7 +909,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     allow_next_launch();
     wait_for_previous_launch();
+#if HIDDEN_SIZE
     quantize_rows(a, block - num_routing_blocks - (SCHEDULE == 2));
+#endif
     return;
   }
   __shared__ SharedRouting shared;

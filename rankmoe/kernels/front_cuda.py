@@ -38,14 +38,15 @@ _NUM_MULTIPROCESSORS = 132  # one block each is the aim; more are correct
 class FrontVariant:
     """Choices that change the speed of the launch and nothing else.
 
-    route_warps: warps of a block. values: neighbouring experts that a thread holds; None lets the shape decide.
+    route_warps: warps of a block; None lets the shape decide.
+    values: neighbouring experts that a thread holds; None lets the shape decide.
     threshold: 0 the warps share the ranking of the columns, 1 each warp ranks all.
     quant_chunks: 8-element chunks a quantising thread has in flight; None lets the shape decide.
     collector: build the masks in a collecting block even where the cluster path could.
     stop_after, profile: for measurements; outputs are then incomplete.
     """
 
-    route_warps: int = 4
+    route_warps: int | None = None
     values: int | None = None
     threshold: int = 0
     quant_chunks: int | None = None
@@ -163,10 +164,12 @@ def why_not_covered(
         return f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}"
     if config.top_k > MAX_TOP_K:
         return f"top_k: expected at most {MAX_TOP_K}, got {config.top_k}"
-    if hidden_size % GROUP_SIZE or not 0 < hidden_size <= MAX_HIDDEN_SIZE:
+    if hidden_size % GROUP_SIZE or not 0 <= hidden_size <= MAX_HIDDEN_SIZE:
         return f"hidden_size: expected a multiple of {GROUP_SIZE} up to {MAX_HIDDEN_SIZE}, got {hidden_size}"
     if router_logits.stride(1) != 1 and num_experts > 1:
         return f"router_logits: expected inner stride 1, got strides {router_logits.stride()}"
+    if hidden_size == 0:  # routing alone
+        return None
     if hidden_states.stride(1) != 1:
         return f"hidden_states: expected inner stride 1, got strides {hidden_states.stride()}"
     itemsize = hidden_states.element_size()
@@ -215,7 +218,7 @@ def launch_front(
     """Route, quantise, pack and schedule in one launch on the current stream. No host sync, no allocation.
 
     router_logits: [T, E] float32 or bfloat16, inner stride 1, any row stride.
-    hidden_states: [T, H] bfloat16 or float32, inner stride 1, row stride a multiple of 32 bytes.
+    hidden_states: [T, H] bfloat16 or float32, inner stride 1, row stride a multiple of 32 bytes; H may be 0.
     buffers: what to write, see ``allocate_buffers``.
     correction_bias: [E] float32 or None.
     local_expert_offset, num_local_experts: this rank's range, for the schedule; None means all experts.
@@ -302,8 +305,9 @@ def launch_front(
         **{name: _address(getattr(buffers, name)) for name in _BUFFER_NAMES},
     )
     num_blocks, device = num_blocks_of(dict(macros), num_tokens), hidden_states.device
+    num_threads = 32 * dict(macros)["ROUTE_WARPS"]
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        _kernel(macros).launch(device.index, num_blocks, 32 * variant.route_warps, arguments, is_programmatic)
+        _kernel(macros).launch(device.index, num_blocks, num_threads, arguments, is_programmatic)
 
 
 Macros = tuple[tuple[str, int], ...]
@@ -329,7 +333,8 @@ def macros_of(
     """The macros that ``front.cu`` is compiled with for a call. Token counts share all but cluster and chunk sizes."""
     schedule_code = 0 if schedule == "none" else 2 if schedule == "rows" or variant.collector else 1
     cluster = min(8, 1 << (num_tokens - 1).bit_length()) if schedule_code == 1 else 1
-    num_threads = 32 * variant.route_warps
+    route_warps = variant.route_warps or (8 if num_experts > 512 else 4)
+    num_threads = 32 * route_warps
     values = variant.values or (4 if num_experts <= 4 * num_threads else 8)
     if values * num_threads < num_experts:
         raise ValueError(f"values: expected at least {num_experts} / {num_threads} threads, got {values}")
@@ -357,7 +362,7 @@ def macros_of(
             "PACK": ("none", "global", "rank_local").index(pack),
             "SCHEDULE": schedule_code,
             "CLUSTER": cluster,
-            "ROUTE_WARPS": variant.route_warps,
+            "ROUTE_WARPS": route_warps,
             "VALUES": values,
             "VECTOR_LOADS": int(has_vector_loads),
             "QUANT_CHUNKS": quant_chunks,

@@ -1,8 +1,8 @@
-"""Check and time the one-launch front on the GPU of this machine: ``python benchmarks/front_device.py --out DIR``.
+"""Check the one-launch front on this machine's GPU, time its variants, and show where its cycles go.
 
-Every case of tests/front_cases.py is checked against the torch statements, then graph replays are checked with new
-inputs, then variants are timed. Times come from replays of graphs of 100 launches over rotated buffers, variants
-interleaved; the JSON holds median and spread. Ends with a short table.
+``python benchmarks/front_variants.py --out DIR``. Every case of tests/front_cases.py is checked against the torch
+statements, then graph replays with new inputs; then variants are timed as `rankmoe bench front` times, and the
+kernel's own clock marks are read. With ``--checks-only`` it is what a memory checker runs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +23,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from rankmoe.bench.front import markdown_table  # noqa: E402
+from rankmoe.bench.record import Record, device_name  # noqa: E402
+from rankmoe.bench.timing import Launches, capture_launches, time_launches  # noqa: E402
 from rankmoe.kernels import front_cuda, nvrtc  # noqa: E402
 from rankmoe.kernels.front_cuda import FrontVariant  # noqa: E402
 from rankmoe.types import LocalRange, RouterConfig  # noqa: E402
@@ -35,7 +36,6 @@ check_front, poison, run_front = front_cases.check_front, front_cases.poison, fr
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 64)
 DETAIL_TOKENS = (8, 64)
-LAUNCHES = 100
 INPUT_SETS = 8  # stay in L2, as logits and rows do that the previous kernels wrote
 MARKS = ("start", "previous done", "scores", "column maxima", "threshold", "candidates", "winners", "schedule sent",
          "weights", "bits arrived", "end")  # fmt: skip
@@ -138,79 +138,36 @@ def check_replays(schedule: str, variant: FrontVariant) -> list[str]:
     return failures[:3]
 
 
-@dataclasses.dataclass
-class Timed:
-    """One line of the result."""
-
-    tokens: int
-    variant: str
-    case: Any
-    is_programmatic: bool = True
-    graph: Any = None
-    buffers: Any = None
-    times: list[float] = dataclasses.field(default_factory=list)
-
-
-def timed_variants(tokens: int) -> list[Timed]:
-    """What is timed at a token count."""
-    default = FrontVariant()
-    lines = [
-        Timed(tokens, "empty", kimi_case(tokens, "none", FrontVariant(stop_after=0))),
-        Timed(tokens, "empty, PDL off", kimi_case(tokens, "none", FrontVariant(stop_after=0)), False),
-        Timed(tokens, "front", kimi_case(tokens, "none", default)),
-        Timed(tokens, "front, PDL off", kimi_case(tokens, "none", default), False),
-        Timed(tokens, "front+masks (cluster)", kimi_case(tokens, "masks", default)),
-        Timed(tokens, "front+masks (cluster), PDL off", kimi_case(tokens, "masks", default), False),
-        Timed(tokens, "front+masks (collector)", kimi_case(tokens, "masks", FrontVariant(collector=True))),
-        Timed(tokens, "front+rows (collector)", kimi_case(tokens, "rows", default)),
-    ]
-    if tokens in DETAIL_TOKENS:
-        for name, stop in (("loads", 1), ("loads+scores", 2), ("loads+scores+selection", 3)):
-            lines.append(Timed(tokens, f"until {name}", kimi_case(tokens, "none", FrontVariant(stop_after=stop))))
-        for warps, values in ((4, 8), (8, 4)):
-            for threshold in (0, 1):
-                if (warps, threshold) == (4, 0):
-                    continue
-                variant = FrontVariant(warps, values, threshold)
-                label = f"{warps} warps, threshold {threshold}"
-                lines.append(Timed(tokens, f"front, {label}", kimi_case(tokens, "none", variant)))
-                lines.append(Timed(tokens, f"front+masks (cluster), {label}", kimi_case(tokens, "masks", variant)))
-        for chunks in (1, 2, 4):
-            variant = FrontVariant(quant_chunks=chunks)
-            lines.append(Timed(tokens, f"front, {chunks} chunks", kimi_case(tokens, "none", variant)))
+def timed_variants(num_tokens: int) -> dict[str, tuple[Any, bool]]:
+    """What is timed at a token count: the case, and whether launches are programmatic."""
+    default, empty = FrontVariant(), FrontVariant(stop_after=0)
+    lines = {
+        "empty": (kimi_case(num_tokens, "none", empty), True),
+        "empty, PDL off": (kimi_case(num_tokens, "none", empty), False),
+        "front": (kimi_case(num_tokens, "none", default), True),
+        "front, PDL off": (kimi_case(num_tokens, "none", default), False),
+        "front+masks (cluster)": (kimi_case(num_tokens, "masks", default), True),
+        "front+masks (cluster), PDL off": (kimi_case(num_tokens, "masks", default), False),
+        "front+masks (collector)": (kimi_case(num_tokens, "masks", FrontVariant(collector=True)), True),
+        "front+rows (collector)": (kimi_case(num_tokens, "rows", default), True),
+    }
+    if num_tokens not in DETAIL_TOKENS:
+        return lines
+    for name, stop in (("loads", 1), ("loads+scores", 2), ("loads+scores+selection", 3)):
+        lines[f"until {name}"] = (kimi_case(num_tokens, "none", FrontVariant(stop_after=stop)), True)
+    for variant in (FrontVariant(4, 8, 0), FrontVariant(4, 8, 1), FrontVariant(8, 4, 1)):
+        label = f"{variant.route_warps} warps, threshold {variant.threshold}"
+        lines[f"front, {label}"] = (kimi_case(num_tokens, "none", variant), True)
+        lines[f"front+masks (cluster), {label}"] = (kimi_case(num_tokens, "masks", variant), True)
+    for chunks in (1, 2, 4):
+        lines[f"front, {chunks} chunks"] = (kimi_case(num_tokens, "none", FrontVariant(quant_chunks=chunks)), True)
     return lines
 
 
-def capture(line: Timed, sets: list[Any]) -> None:
-    """Capture 100 launches over the rotated sets."""
-    buffers = [make_buffers(line.case, inputs) for inputs in sets]
-    options = {"is_programmatic": line.is_programmatic}
-    for inputs, outputs in zip(sets, buffers, strict=True):
-        run_front(line.case, inputs, outputs, **options)
-    torch.cuda.synchronize()
-    line.graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(line.graph):
-        for launch in range(LAUNCHES):
-            i = launch % len(sets)
-            run_front(line.case, sets[i], buffers[i], **options)
-    line.buffers = buffers  # a graph does not keep them alive
-
-
-def time_lines(lines: list[Timed], rounds: int, replays: int) -> None:
-    """Interleave the graphs; a round's figure is the mean of a few back-to-back replays."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for line in lines:
-        line.graph.replay()
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        for line in lines:
-            line.graph.replay()
-            start.record()
-            for _ in range(replays):
-                line.graph.replay()
-            end.record()
-            end.synchronize()
-            line.times.append(start.elapsed_time(end) * 1000 / (replays * LAUNCHES))
+def capture(case: Any, is_programmatic: bool, sets: list[Any]) -> Launches:
+    """Capture launches over the rotated sets."""
+    buffers = [make_buffers(case, inputs) for inputs in sets]
+    return capture_launches(lambda i: run_front(case, sets[i], buffers[i], is_programmatic=is_programmatic), len(sets))
 
 
 def profile_marks(tokens: int, schedule: str) -> dict[str, float]:
@@ -253,7 +210,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--checks-only", action="store_true", help="for a memory checker: no graphs, no timing")
     parser.add_argument("--every", type=int, default=1, help="check every n-th case")
@@ -279,49 +235,25 @@ def main() -> None:
             print("FAIL", failure[:600], flush=True)
     if arguments.checks_only:
         sys.exit(bool(failures))
-    results: list[dict[str, Any]] = []
-    plan = {tokens: timed_variants(tokens) for tokens in TOKENS}
-    base = {t: [make_inputs(dataclasses.replace(lines[0].case, seed=s), "cuda") for s in range(INPUT_SETS)]
-            for t, lines in plan.items()}  # fmt: skip
-    compile_all(
-        [
-            functools.partial(run_front, line.case, base[t][0], make_buffers(line.case, base[t][0]))
-            for t, lines in plan.items()
-            for line in lines
+    rows: list[dict[str, Any]] = []
+    for num_tokens in TOKENS:
+        lines = timed_variants(num_tokens)
+        sets = [
+            make_inputs(dataclasses.replace(kimi_case(num_tokens, "none", FrontVariant()), seed=seed), "cuda")
+            for seed in range(INPUT_SETS)
         ]
-    )
-    for tokens, lines in plan.items():
-        for line in lines:
-            capture(line, base[tokens])
-        time_lines(lines, arguments.rounds, arguments.replays)
-        for line in lines:
-            low, median, high = statistics.quantiles(line.times, n=4)
-            results.append(
-                {"tokens": tokens, "variant": line.variant, "us": round(median, 3), "spread": round(high - low, 3),
-                 "min": round(min(line.times), 3)}
-            )  # fmt: skip
-            line.graph = line.buffers = None
+        captured = {name: capture(case, programmatic, sets) for name, (case, programmatic) in lines.items()}
+        for name, timing in time_launches(captured, arguments.rounds).items():
+            rows.append(
+                {"tokens": num_tokens, "variant": name, "us": round(timing.us, 3), "spread": round(timing.spread, 3)}
+            )
     profiles = {f"{t} tokens, {s}": profile_marks(t, s) for t in DETAIL_TOKENS for s in ("none", "masks")}
-    record = {
-        "bench": "front_device",
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "nvrtc": nvrtc._compiler_version()},
-        "date": time.strftime("%Y-%m-%d"),
-        "failures": failures,
-        "rows": results,
-        "profiles": profiles,
-    }
-    (arguments.out / "front_device.json").write_text(json.dumps(record, indent=1))
-    names = list(dict.fromkeys(r["variant"] for r in results))
-    print(f"{'us (median)':48s}" + "".join(f"{t:>7d}" for t in TOKENS))
-    for name in names:
-        values = {r["tokens"]: r["us"] for r in results if r["variant"] == name}
-        print(f"{name:48s}" + "".join(f"{values[t]:7.2f}" if t in values else "      -" for t in TOKENS))
+    record = Record("front-variants", "kimi-k3", device_name("cuda"), rows, notes={"cycles": profiles})
+    record.write(arguments.out / "front-variants.json")
+    print(markdown_table(record))
     for name, marks in profiles.items():
         print(f"cycles, {name}: " + ", ".join(f"{k} {v:.0f}" for k, v in marks.items()))
-    largest = max(float(r["spread"]) for r in results)
-    seconds = time.perf_counter() - began
-    print(f"largest spread {largest:.3f} us; {seconds:.0f} s; failures {len(failures)}")
+    print(f"{time.perf_counter() - began:.0f} s; failures {len(failures)}")
 
 
 if __name__ == "__main__":
