@@ -107,7 +107,7 @@ def routed_moe(
         )
     is_redundant = placement.physical_to_logical is not None
     local_range = None if is_redundant else placement.local_range
-    expert_map = placement.expert_map.to(hidden_states.device) if local_range is None else None
+    expert_map = placement.expert_map_on(hidden_states.device) if local_range is None else None
     front = route_quantize(
         router_logits,
         hidden_states,

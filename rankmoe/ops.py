@@ -22,7 +22,7 @@ from rankmoe import front, schedule
 from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up
 from rankmoe.pack import rank_local_num_experts, unpack
-from rankmoe.quantize import check_group_multiple
+from rankmoe.quantize import check_rows
 from rankmoe.route import check_router_inputs
 from rankmoe.types import (
     GROUP_SIZE,
@@ -157,11 +157,11 @@ def _(
 ) -> _FrontTensors:
     config = RouterConfig(**router)
     check_router_inputs(router_logits, config, correction_bias)
+    check_rows(hidden_states)
     front.check_same_tokens(router_logits, hidden_states)
     if num_local_experts:
         LocalRange(local_expert_offset, num_local_experts).validate(router_logits.shape[1])
     num_tokens, hidden_size = hidden_states.shape
-    check_group_multiple("hidden_states.shape[1]", hidden_size)
     device = hidden_states.device
     slots = (num_tokens, config.top_k)
     schedule_tensors = _no_schedule(device)

@@ -39,9 +39,9 @@ def quantize_mxfp8(hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor |
     and element codes 0x7F; no other group changes.
     Raises TypeError for another dtype, ValueError for another shape.
     """
-    _check_rows(hidden_states)
+    check_rows(hidden_states)
     kernel = triton_kernel("quantize", hidden_states.device)
-    if kernel is not None and kernel.covered(hidden_states) and not hidden_states.requires_grad:
+    if kernel is not None and kernel.covered(hidden_states) and not needs_gradient(hidden_states):
         return kernel.quantize_mxfp8(hidden_states, num_valid_tokens)
     if num_valid_tokens is not None:
         hidden_states = torch.where(
@@ -58,6 +58,11 @@ def quantize_mxfp8(hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor |
     codes = torch.where(is_finite, elements.view(torch.uint8), _E4M3_NAN_CODE)
     scale = torch.where(is_finite, scale, _NAN_SCALE).to(torch.uint8).squeeze(-1)
     return MXTensor(codes.flatten(-2).view(torch.float8_e4m3fn), scale, "mxfp8")
+
+
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows this tensor, as in training; the kernels have no backward."""
+    return torch.is_grad_enabled() and tensor.requires_grad
 
 
 def valid_rows(num_tokens: int, num_valid_tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -139,7 +144,8 @@ def e2m1_pair_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(device)
 
 
-def _check_rows(hidden_states: torch.Tensor) -> None:
+def check_rows(hidden_states: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless ``hidden_states`` are rows that ``quantize_mxfp8`` takes."""
     if hidden_states.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"hidden_states: expected bfloat16 or float32, got {hidden_states.dtype}")
     if hidden_states.dim() != 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rankmoe.backends import cuda_kernel, triton_kernel
-from rankmoe.quantize import valid_rows
+from rankmoe.quantize import needs_gradient, valid_rows
 from rankmoe.types import RouterConfig, Routing, widen_ids
 
 _NAN_RANK_VALUE = -1e30
@@ -66,7 +66,7 @@ def _route_on_gpu(
 ) -> Routing | None:
     """By the kernel that the front uses too, so that both give the same bits; None without one, or for training."""
     device = router_logits.device
-    if device.type != "cuda" or (torch.is_grad_enabled() and router_logits.requires_grad):
+    if device.type != "cuda" or needs_gradient(router_logits):
         return None
     no_rows = router_logits.new_empty(router_logits.shape[0], 0)
     kernel = cuda_kernel("front", device)

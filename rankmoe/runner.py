@@ -56,7 +56,8 @@ class RoutedMoeRunner:
                     f"routing.local_range: expected None for a placement without one range, got {routing.local_range}"
                 )
             routing = Routing(routing.topk_weights, placement.to_physical(routing.topk_ids))
-            return self._run(x, routing, IdSpace(placement.num_experts, 0), expert_map=placement.expert_map)
+            expert_map = placement.expert_map_on(hidden_states.device)
+            return self._run(x, routing, IdSpace(placement.num_experts, 0), expert_map=expert_map)
         if published is not None:
             self._check_staged_range(published, local_range)
         schedule = published.schedule if published is not None and is_masked else None

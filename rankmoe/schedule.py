@@ -69,7 +69,7 @@ def build_schedule(
         expert_token_mask=mask,
         expert_offsets=offsets,
         row_tokens=has_token.nonzero()[:, 1].int(),
-        slot_rows=slot_rows.int(),
+        slot_rows=slot_rows.int().contiguous(),
     )
 
 

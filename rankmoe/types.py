@@ -8,7 +8,7 @@ one), ``I`` intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -133,6 +133,10 @@ class ExpertPlacement:
         expert_map[list(self.expert_ids)] = torch.arange(self.num_local_experts, dtype=torch.int32)
         return expert_map
 
+    def expert_map_on(self, device: torch.device) -> torch.Tensor:
+        """``expert_map`` on a device, copied there once: a captured graph must not copy from the host."""
+        return self.expert_map if device.type == "cpu" else _expert_map_on(self, device)
+
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Replace logical ids by physical ones; token ``t`` takes copy ``t mod copies`` of an expert.
 
@@ -165,6 +169,11 @@ def widen_ids(topk_ids: torch.Tensor) -> torch.Tensor:
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids: expected int32, int64 or uint32, got {topk_ids.dtype}")
     return topk_ids.long()
+
+
+@cache
+def _expert_map_on(placement: ExpertPlacement, device: torch.device) -> torch.Tensor:
+    return placement.expert_map.to(device)
 
 
 @dataclass(frozen=True)
