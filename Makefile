@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test lint types tables format clean
 
 # A source file of the standard library that the embedded model was not trained on.
 DEMO_MODULE ?= sched
@@ -38,6 +38,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# The tables of the documents, from the records in benchmarks/results.
+tables: $(INSTALLED)
+	$(BIN)/python benchmarks/tables.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from rankmoe.env import is_under_torchrun
+
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -52,11 +54,6 @@ class ExpertParallelGroup:
         return values
 
 
-def under_torchrun() -> bool:
-    """Whether this process was started by torchrun, or anything else that sets its variables."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def join_torchrun_group() -> ExpertParallelGroup:
     """Join the group that torchrun's environment describes."""
     if not dist.is_initialized():
@@ -72,7 +69,7 @@ def launch(function: Callable[..., Any], ep_size: int, *args: Any) -> Any:
     return None. Otherwise one process a rank is started here; a rank that fails ends the others and its error is
     raised. A single rank runs in this process.
     """
-    if under_torchrun():
+    if is_under_torchrun():
         group = join_torchrun_group()
         try:
             if group.ep_size != ep_size:

@@ -9,7 +9,7 @@ from rankmoe.handoff import Handoff
 from rankmoe.kernels import front_cuda
 from rankmoe.quantize import quantize_mxfp8
 from rankmoe.route import route
-from rankmoe.types import LocalRange, RouterConfig
+from rankmoe.types import ExpertPlacement, LocalRange, RouterConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,6 +145,28 @@ def test_a_workspace_of_another_size_is_refused():
     workspace = allocate_workspace(16, 16, HIDDEN_SIZE, 112, "cuda")
     with pytest.raises(ValueError, match=r"buffers\.topk_weights: expected contiguous \(8, 16\), got \(16, 16\)"):
         route_quantize(logits, hidden_states, CONFIG, bias, local_range=LOCAL_RANGE, workspace=workspace)
+
+
+@pytest.mark.parametrize("ep_size", [2, 8, 16])
+def test_every_token_count_on_the_first_a_middle_and_the_last_rank(ep_size):
+    logits, hidden_states, bias = batch(64, seed=ep_size)
+    on_cpu = (logits.cpu(), hidden_states.cpu())
+    for ep_rank in sorted({0, ep_size // 2, ep_size - 1}):
+        local_range = ExpertPlacement(NUM_EXPERTS, ep_size, ep_rank).local_range
+        options = {"local_range": local_range}
+        for num_tokens in range(1, 65):
+            got = route_quantize(logits[:num_tokens], hidden_states[:num_tokens], CONFIG, bias, **options)
+            masks = route_quantize(
+                logits[:num_tokens], hidden_states[:num_tokens], CONFIG, bias, schedule="masks", **options
+            )
+            expected = route_quantize(*(tensor[:num_tokens] for tensor in on_cpu), CONFIG, bias.cpu(), **options)
+            assert torch.equal(got.routing.packed.cpu() >> 16, expected.routing.packed >> 16)
+            assert torch.equal(got.routing.topk_ids.cpu(), expected.routing.topk_ids)
+            assert_bitwise_equal(got.x.data.cpu(), expected.x.data)
+            assert_bitwise_equal(got.x.scale.cpu(), expected.x.scale)
+            assert_same_schedule(got, expected)
+            assert_bitwise_equal(masks.expert_token_mask.cpu(), expected.schedule.expert_token_mask)
+            assert_bitwise_equal(masks.routing, got.routing)
 
 
 def test_programmatic_launches_agree_with_plain_ones_a_thousand_times():

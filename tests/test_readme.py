@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -38,3 +40,10 @@ def test_every_test_that_the_numerics_name_exists() -> None:
             assert test in tests[stem], f"docs/numerics.md names {stem}::{test}"
             num_named += 1
     assert num_named > 50
+
+
+def test_the_tables_of_the_documents_are_those_of_the_records() -> None:
+    check = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "<!-- record: front-nvidia-h200 -->" in (ROOT / "docs" / "benchmarks.md").read_text()

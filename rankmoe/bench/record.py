@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,12 +11,14 @@ import re
 import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rankmoe
+from rankmoe.env import recorded_commit
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,17 @@ def _cpu_model() -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "rankmoe": rankmoe.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "rankmoe": rankmoe.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    for name in ("cuda-bindings", "nvidia-cuda-nvrtc", "triton", "sglang"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def _commit() -> str:
-    """The checkout's commit, with ``+changes`` where files differ from it; ``unknown`` outside a checkout."""
+    """The checkout's commit, with ``+changes`` where files differ from it; outside one, what the environment says."""
     git = ["git", "-C", str(Path(rankmoe.__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -80,5 +89,5 @@ def _commit() -> str:
             [*git, "status", "--porcelain", "--", "rankmoe"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return recorded_commit() or "unknown"
     return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

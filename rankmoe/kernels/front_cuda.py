@@ -211,7 +211,7 @@ def launch_front(
     expert_map: torch.Tensor | None = None,
     packed_range: LocalRange | None = None,
     num_valid_tokens: torch.Tensor | None = None,
-    is_programmatic: bool = True,
+    is_programmatic: bool | None = None,
     variant: FrontVariant = DEFAULT_VARIANT,
     profile: torch.Tensor | None = None,
 ) -> None:
@@ -226,6 +226,7 @@ def launch_front(
     packed_range: write rank-local packed ids for this range; None writes global ones. The caller has checked that
         they apply (``rank_local_num_experts``).
     num_valid_tokens: [1] int32 or int64 on the device, or None. Rows from this one on get ids -1, weights 0, zero rows.
+    is_programmatic: programmatic dependent launch; None leaves it to ``RANKMOE_PDL``, which is on by default.
     Raises TypeError or ValueError for what does not fit, with expected and got.
     """
     check_router_inputs(router_logits, config, correction_bias)

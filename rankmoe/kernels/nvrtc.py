@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from rankmoe.env import cache_directory, uses_programmatic_launch
+
 #: Architectures whose own instructions the kernels use, by compute capability.
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
@@ -53,14 +55,6 @@ def can_launch(device: torch.device | int | None = None) -> bool:
     if not torch.cuda.is_available() or importlib.util.find_spec("cuda.bindings") is None:
         return False
     return torch.cuda.get_device_capability(device) in ARCHITECTURES and can_compile()
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``RANKMOE_CACHE_DIR``, else ``rankmoe`` under the user's cache directory."""
-    chosen = os.environ.get("RANKMOE_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rankmoe"
 
 
 @dataclass(frozen=True)
@@ -217,13 +211,18 @@ class Kernel:
             return function
 
     def launch(
-        self, device: int, num_blocks: int, num_threads: int, arguments: ctypes.Structure, is_programmatic: bool
+        self,
+        device: int,
+        num_blocks: int,
+        num_threads: int,
+        arguments: ctypes.Structure,
+        is_programmatic: bool | None = None,
     ) -> None:
         """Launch on torch's current stream of ``device``, which must be the current device.
 
         arguments: passed by value as the kernel's one parameter.
         is_programmatic: allow the launch to start before the previous kernel of the stream ends; the kernel itself
-            waits where it needs that kernel's results.
+            waits where it needs that kernel's results. None: as the environment says (``RANKMOE_PDL``), by default yes.
         """
         from cuda.bindings import driver
 
@@ -233,7 +232,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.hStream = torch.cuda.current_stream(device).cuda_stream
-        if is_programmatic:
+        if uses_programmatic_launch() if is_programmatic is None else is_programmatic:
             config.attrs = [_programmatic_attribute()]
             config.numAttrs = 1
         (error,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)

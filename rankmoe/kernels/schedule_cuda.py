@@ -36,7 +36,7 @@ def build_schedule(
     local_expert_offset: int = 0,
     expert_map: torch.Tensor | None = None,
     is_packed: bool = False,
-    is_programmatic: bool = True,
+    is_programmatic: bool | None = None,
 ) -> ExpertSchedule:
     """Schedule in one launch; arguments, checked by the caller, as ``rankmoe.schedule.build_schedule``.
 
