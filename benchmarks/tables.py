@@ -1,7 +1,7 @@
 """Write the tables of the documents from the benchmark records: ``python benchmarks/tables.py``.
 
-``--check`` only looks. A table stands between ``<!-- record: NAME -->`` and ``<!-- end -->``; NAME is a file of ``benchmarks/results`` without
-its ending.
+``--check`` only looks. A table stands between ``<!-- record: NAME -->`` and ``<!-- end -->``; NAME is a file of
+``benchmarks/results`` without its ending.
 """
 
 from __future__ import annotations
