@@ -13,8 +13,6 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are imported
 triton = pytest.importorskip("triton", reason="needs Triton")
 
 from front_cases import FrontCase, check_front, front_cases, make_buffers, make_inputs, poison  # noqa: E402
