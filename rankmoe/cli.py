@@ -166,7 +166,8 @@ def generate(
     config = load_config(CHECKPOINT_DIRECTORY)
     prompts = generation.cut_prompts(prompt_file.read_bytes(), batch, prompt_bytes, tokens, config)
     options = generation.GenerateOptions(tuple(prompts), tokens, temperature, seed, verify)
-    on_bytes = None if as_json else _TextStream(prompts[0])
+    title = f"nano on {ep} rank{'s' * (ep > 1)}, {batch} sequence{'s' * (batch > 1)} from {prompt_file.name}"
+    on_bytes = None if as_json else _TextStream(title, prompts[0])
     result = launch(generation.generate, ep, options, on_bytes)
     if result is None:  # under torchrun, rank 0 speaks for all
         return
@@ -181,14 +182,17 @@ def generate(
 class _TextStream:
     """Prints the first sequence as its bytes arrive, behind the last lines of its prompt. Runs in rank 0's process."""
 
-    def __init__(self, prompt: bytes) -> None:
+    def __init__(self, title: str, prompt: bytes) -> None:
+        self.title = title
         self.prompt = prompt
         self.is_started = False
 
     def __call__(self, new_bytes: list[int]) -> None:
         if not self.is_started:
+            console = Console()
+            console.rule(f"{self.title}; sequence 1: the end of its prompt, then its text", align="left")
             tail = b"".join(self.prompt.splitlines(keepends=True)[-6:]).lstrip(b"\0")
-            Console().print(tail.decode(errors="replace"), end="", style="dim", markup=False, highlight=False)
+            console.print(tail.decode(errors="replace"), end="", style="dim", markup=False, highlight=False)
             self.is_started = True
         sys.stdout.write(bytes(new_bytes[:1]).decode("ascii", errors="replace"))
         sys.stdout.flush()
