@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import dataclasses
 import json
 import sys
@@ -185,17 +187,19 @@ class _TextStream:
     def __init__(self, title: str, prompt: bytes) -> None:
         self.title = title
         self.prompt = prompt
-        self.is_started = False
+        self.decoder: codecs.IncrementalDecoder | None = None  # made in rank 0's process
 
     def __call__(self, new_bytes: list[int]) -> None:
-        if not self.is_started:
+        if self.decoder is None:
+            self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
             console = Console()
-            console.rule(f"{self.title}; sequence 1: the end of its prompt, then its text", align="left")
+            console.print(f"{self.title}; a sequence begins where its prompt ends", highlight=False)
+            console.rule("sequence 1, behind its prompt", align="left")
             tail = b"".join(self.prompt.splitlines(keepends=True)[-6:]).lstrip(b"\0")
             console.print(tail.decode(errors="replace"), end="", style="dim", markup=False, highlight=False)
-            self.is_started = True
-        sys.stdout.write(bytes(new_bytes[:1]).decode("ascii", errors="replace"))
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # whoever read this has seen enough; the run goes on
+            sys.stdout.write(self.decoder.decode(bytes(new_bytes[:1])))
+            sys.stdout.flush()
 
 
 def _print_generate(result: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rankmoe import reference
+from rankmoe.checkpoint import progress_bar
 from rankmoe.distributed import ExpertParallelGroup
 from rankmoe.models.nano import CHECKPOINT_DIRECTORY, NanoModel, load_nano
 from rankmoe.models.nano_config import NanoConfig
@@ -204,7 +205,8 @@ def generate(
     on_bytes: called on rank 0 as bytes arrive.
     """
     torch.set_num_threads(1)  # nano's tensors are too small to share between threads
-    model = load_nano(group, options.directory)
+    with progress_bar("loading nano") as progress:  # on a terminal only
+        model = load_nano(group, options.directory, progress=progress if group.ep_rank == 0 else None)
     placement = _experts(model).placement
     local_range = placement.local_range
     assert local_range is not None, "nano's experts are placed contiguously"
