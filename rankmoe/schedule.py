@@ -30,7 +30,7 @@ def build_schedule(
     is_packed: ``topk_ids`` are packed ids, int32, whose upper half is the id.
     Raises TypeError for the ids' dtype, ValueError for sizes that do not fit.
     """
-    _check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
+    check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
     if is_packed and topk_ids.dtype != torch.int32:
         raise TypeError(f"topk_ids: expected int32 where they are packed, got {topk_ids.dtype}")
     device = topk_ids.device
@@ -100,7 +100,7 @@ def local_expert_ids(
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, K] int64. Local expert of each slot, -1 where this rank does not own it; arguments as ``build_schedule``."""
-    _check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
+    check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
     ids = widen_ids(topk_ids)
     is_valid = (ids >= 0) & (ids < num_experts)
     if expert_map is None:
@@ -111,13 +111,14 @@ def local_expert_ids(
     return torch.where(is_local, local, -1)
 
 
-def _check_id_space(
+def check_id_space(
     topk_ids: torch.Tensor,
     num_local_experts: int,
     num_experts: int,
     local_expert_offset: int,
     expert_map: torch.Tensor | None,
 ) -> None:
+    """Raise ValueError unless the ids are [T, K] and their space, as ``build_schedule`` takes it, is possible."""
     if topk_ids.dim() != 2:
         raise ValueError(f"topk_ids: expected [num_tokens, top_k], got {tuple(topk_ids.shape)}")
     if num_local_experts < 0 or local_expert_offset < 0 or local_expert_offset + num_local_experts > num_experts:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from rankmoe.kernels import triton_support
 from rankmoe.kernels.triton_support import next_power_of_2
+from rankmoe.schedule import check_id_space
 from rankmoe.types import MAX_FRONT_TOKENS, MAX_TOKENS, ExpertSchedule, Routing
 
 available = triton_support.available
@@ -87,17 +88,8 @@ def build_schedule(
         topk_ids = topk_ids.view(torch.int32)
     if is_packed and topk_ids.dtype != torch.int32:
         raise TypeError(f"topk_ids: expected int32 where they are packed, got {topk_ids.dtype}")
-    if num_local_experts < 0 or local_expert_offset < 0 or local_expert_offset + num_local_experts > num_experts:
-        raise ValueError(
-            f"local_expert_offset: expected offset + num_local_experts <= num_experts={num_experts}, "
-            f"got offset={local_expert_offset}, num_local_experts={num_local_experts}"
-        )
+    check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
     if expert_map is not None:
-        if tuple(expert_map.shape) != (num_experts,) or local_expert_offset:
-            raise ValueError(
-                f"expert_map: expected ({num_experts},) with local_expert_offset 0, "
-                f"got {tuple(expert_map.shape)} with {local_expert_offset}"
-            )
         expert_map = expert_map.contiguous()
     (num_tokens, top_k), device = topk_ids.shape, topk_ids.device
     if out is None:
