@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, Problem
+from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
 
 
 class _GateUp(Protocol):
@@ -36,14 +36,17 @@ class Backend:
     covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
     pack: checkpoint-order w13 and w2 to the layout that its kernels read.
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
+    approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
+        problem is computed only where the backend is asked for by name.
     """
 
     name: str
     available: Callable[[], bool]
     covered: Callable[[Problem], bool]
-    pack: Callable[[MXTensor, MXTensor], tuple[MXTensor, MXTensor]]
+    pack: Callable[[MXTensor, MXTensor], PackedExperts]
     gate_up: _GateUp
     down: _Down
+    approximated: Callable[[Problem], bool] = lambda problem: False
 
 
 def _reference() -> Backend:
@@ -53,7 +56,7 @@ def _reference() -> Backend:
         name="reference",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=lambda w13, w2: (w13, w2),
+        pack=PackedExperts,
         gate_up=reference.gate_up,
         down=reference.down,
     )
@@ -72,8 +75,22 @@ def _cpu() -> Backend:
     )
 
 
+def _humming() -> Backend:
+    from rankmoe.kernels import experts_humming
+
+    return Backend(
+        name="humming",
+        available=experts_humming.available,
+        covered=experts_humming.covered,
+        pack=experts_humming.pack,
+        gate_up=experts_humming.gate_up,
+        down=experts_humming.down,
+        approximated=experts_humming.approximated,
+    )
+
+
 # In order of preference.
-_LOADERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "reference": _reference}
+_LOADERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "reference": _reference, "humming": _humming}
 
 
 def backend_names() -> list[str]:
@@ -90,13 +107,13 @@ def get_backend(name: str) -> Backend:
 
 
 def choose_backend(problem: Problem, name: str = "auto") -> Backend:
-    """The preferred backend that is available and covers the problem, or the named one.
+    """The preferred backend that is available and covers the problem, or the named one, which may approximate it.
 
     Raises ValueError where that backend, or every one, does not cover the problem or is not available here.
     """
     if name != "auto":
         backend = get_backend(name)
-        if not (backend.available() and backend.covered(problem)):
+        if not (backend.available() and (backend.covered(problem) or backend.approximated(problem))):
             raise ValueError(f"backend: expected one that is available here and covers {problem}, got {name!r}")
         return backend
     for candidate in map(get_backend, _LOADERS):
@@ -116,7 +133,7 @@ def cuda_kernel(operation: Literal["front", "schedule"], device: torch.device) -
 
 
 @cache
-def triton_kernel(operation: Literal["route", "quantize", "schedule"], device: torch.device) -> Any:
+def triton_kernel(operation: Literal["route", "quantize", "schedule", "combine"], device: torch.device) -> Any:
     """The module ``kernels.<operation>_triton`` where ``device`` is a GPU that Triton is installed for, else None."""
     if device.type != "cuda":
         return None

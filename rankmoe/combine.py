@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rankmoe.backends import triton_kernel
+from rankmoe.quantize import needs_gradient
 from rankmoe.types import ExpertSchedule
 
 
@@ -31,6 +33,10 @@ def combine(
     num_rows = schedule.row_tokens.shape[0]
     if rows.dim() != 2 or rows.shape[0] < num_rows:
         raise ValueError(f"rows: expected [{num_rows}, hidden] as the schedule, got {tuple(rows.shape)}")
+    kernel = triton_kernel("combine", rows.device)
+    is_followed = needs_gradient(rows) or needs_gradient(topk_weights)
+    if kernel is not None and kernel.covered(rows, topk_weights, out_dtype) and not is_followed:
+        return kernel.combine(rows, topk_weights, schedule, out_dtype)
     out = torch.zeros(schedule.num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
     for slot in range(topk_weights.shape[1]):
         slot_rows = schedule.slot_rows[:, slot]

@@ -58,8 +58,18 @@ def pack_experts(
         device_type=w13.data.device.type,
     )
     chosen = choose_backend(problem, backend)
-    packed_w13, packed_w2 = chosen.pack(w13, w2)
-    return ExpertWeights(packed_w13, packed_w2, activation, placement, chosen.name, w13_bias, w2_bias)
+    packed = chosen.pack(w13, w2)
+    return ExpertWeights(
+        packed.w13,
+        packed.w2,
+        activation,
+        placement,
+        chosen.name,
+        w13_bias,
+        w2_bias,
+        packed.w13_factor,
+        packed.w2_factor,
+    )
 
 
 def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor | None = None) -> MXTensor:
@@ -67,7 +77,8 @@ def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: 
 
     x: [T, H] mxfp8.
     out: scratch of at least [R, I] float32 or None; R is the schedule's number of rows.
-    Returns the middle activation [R, I] mxfp8, quantised from the float32 activation without a rounding between.
+    Returns the middle activation [R, I] mxfp8, quantised from the float32 activation without a rounding between. On a
+    GPU, rows beyond the schedule's last one hold anything.
     Raises ValueError where x does not fit the weights or the schedule.
     """
     if x.format != "mxfp8" or x.shape != (schedule.num_tokens, weights.hidden_size):
@@ -88,7 +99,7 @@ def down(
 
     middle: [R, I] mxfp8, as ``gate_up`` returns it.
     out: buffer of at least [R, H] float32 or None.
-    Returns [R, H] float32 in the schedule's row order.
+    Returns [R, H] float32 in the schedule's row order. On a GPU, rows beyond the schedule's last one hold anything.
     """
     expected = (schedule.row_tokens.shape[0], weights.intermediate_size)
     if middle.format != "mxfp8" or middle.shape != expected:

@@ -298,8 +298,11 @@ def fused_moe(
     topk_weights: [T, K] float32.
     schedule: from ``route_quantize`` or ``build_schedule``. It says all there is to know of ids and placement.
     Returns [T, H] ``out_dtype``: this rank's part of the sum.
-    Raises as ``gate_up``, ``down`` and ``combine`` do.
+    Raises as ``gate_up``, ``down`` and ``combine`` do; ValueError for weights whose layout takes factors out of the
+    scales (the ``humming`` backend), which the operator does not carry.
     """
+    if weights.w13_factor is not None or weights.w2_factor is not None:
+        raise ValueError(f"weights: expected a backend without scale factors for the operator, got {weights.backend!r}")
     activation = weights.activation
     if isinstance(activation, SiTU):
         name, constants, limit = "situ", [activation.beta, activation.linear_beta], None

@@ -7,9 +7,9 @@ one), ``I`` intermediate size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -53,6 +53,8 @@ class ExpertPlacement:
     strategy: ``contiguous`` (uneven allowed: the first ``num_experts % ep_size`` ranks hold one more) or
         ``round_robin`` (expert ``e`` on rank ``e % ep_size``).
     physical_to_logical: for redundant experts (EPLB), the logical expert that each physical expert is a copy of.
+    expert_ids: ids (physical) of this rank's experts, ascending; the position in it is the local id. Made here.
+    expert_map: [num_experts] int32 on the CPU. Local id of each expert; -1 where another rank holds it. Made here.
 
     Raises ValueError for impossible sizes.
     """
@@ -62,6 +64,8 @@ class ExpertPlacement:
     ep_rank: int = 0
     strategy: PlacementStrategy = "contiguous"
     physical_to_logical: tuple[int, ...] | None = None
+    expert_ids: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    expert_map: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -86,19 +90,24 @@ class ExpertPlacement:
                     f"got {len(logical)} distinct ids from {min(copies)} to {max(copies)}"
                 )
 
-    @property
-    def num_logical_experts(self) -> int:
-        """Experts that the router chooses from: ``num_experts`` unless experts are redundant."""
-        return self.num_experts if self.physical_to_logical is None else max(self.physical_to_logical) + 1
+        # Made at once, not when first asked for: torch.compile traces neither locks nor caches.
+        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32, device="cpu")
+        expert_ids = self._expert_ids()
+        expert_map[list(expert_ids)] = torch.arange(len(expert_ids), dtype=torch.int32, device="cpu")
+        object.__setattr__(self, "expert_ids", expert_ids)
+        object.__setattr__(self, "expert_map", expert_map)
 
-    @cached_property
-    def expert_ids(self) -> tuple[int, ...]:
-        """Ids (physical) of this rank's experts, ascending; the position in it is the local id."""
+    def _expert_ids(self) -> tuple[int, ...]:
         if self.strategy == "round_robin":
             return tuple(range(self.ep_rank, self.num_experts, self.ep_size))
         base, extra = divmod(self.num_experts, self.ep_size)
         offset = self.ep_rank * base + min(self.ep_rank, extra)
         return tuple(range(offset, offset + base + (self.ep_rank < extra)))
+
+    @property
+    def num_logical_experts(self) -> int:
+        """Experts that the router chooses from: ``num_experts`` unless experts are redundant."""
+        return self.num_experts if self.physical_to_logical is None else max(self.physical_to_logical) + 1
 
     @property
     def logical_expert_ids(self) -> tuple[int, ...]:
@@ -125,13 +134,6 @@ class ExpertPlacement:
         if local_range is None:
             raise ValueError("local_expert_offset: a round-robin placement has no offset; use expert_map")
         return local_range.offset
-
-    @cached_property
-    def expert_map(self) -> torch.Tensor:
-        """[num_experts] int32 on the CPU. Local id of each expert; -1 where another rank holds it."""
-        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32)
-        expert_map[list(self.expert_ids)] = torch.arange(self.num_local_experts, dtype=torch.int32)
-        return expert_map
 
     def expert_map_on(self, device: torch.device) -> torch.Tensor:
         """``expert_map`` on a device, copied there once: a captured graph must not copy from the host."""
@@ -366,6 +368,7 @@ class ExpertWeights:
     placement: which experts of the model these are.
     backend: name of the backend whose layout this is.
     w13_bias, w2_bias: [L, 2 I] and [L, H] float32, or None.
+    w13_factor, w2_factor: powers of two that the backend's layout takes out of the scales, or None.
     """
 
     w13: MXTensor
@@ -375,6 +378,8 @@ class ExpertWeights:
     backend: str
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    w13_factor: torch.Tensor | None = None
+    w2_factor: torch.Tensor | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -395,6 +400,15 @@ class ExpertWeights:
     def nbytes(self) -> int:
         """Bytes that the experts' weights and scales take."""
         return self.w13.nbytes + self.w2.nbytes
+
+
+class PackedExperts(NamedTuple):
+    """What a backend makes of checkpoint-order weights; the fields of ``ExpertWeights`` of the same names."""
+
+    w13: MXTensor
+    w2: MXTensor
+    w13_factor: torch.Tensor | None = None
+    w2_factor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

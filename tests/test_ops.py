@@ -559,3 +559,11 @@ def test_rows_beyond_the_valid_tokens_may_hold_nan():
     hidden_states[4:], logits[4:] = math.nan, math.nan
     got = ops.routed_moe(hidden_states, logits, WEIGHTS, CONFIG, BIAS, num_valid_tokens=torch.tensor([4]))
     assert_bitwise_equal(got, torch.cat([expected, torch.zeros_like(expected[:2])]))
+
+
+def test_weights_with_scale_factors_are_refused_by_name():
+    weights = dataclasses.replace(experts(), w13_factor=torch.ones(1))
+    hidden_states, logits = random_batch(3, NUM_EXPERTS)
+    result = ops.route_quantize(logits, hidden_states, CONFIG, local_range=weights.placement.local_range)
+    with pytest.raises(ValueError, match="weights: expected a backend without scale factors"):
+        ops.fused_moe(result.x, result.routing.topk_weights, result.schedule, weights)

@@ -15,8 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from rankmoe.kernels import quantize_triton, route_triton, schedule_triton
-from rankmoe.types import LocalRange, RouterConfig
+from rankmoe.kernels import (
+    activation_triton,
+    combine_triton,
+    quantize_triton,
+    route_triton,
+    rows_triton,
+    schedule_triton,
+)
+from rankmoe.types import ExpertSchedule, LocalRange, MXTensor, RouterConfig, SiTU, SwiGLU
 
 ROUTED = [  # logits, config, bias, valid, local range
     ((8, 896), torch.float32, RouterConfig(16), True, False, LocalRange(112, 112)),
@@ -45,15 +52,35 @@ def compile_calls() -> None:
     for num_tokens in (8, 65):
         schedule_triton.build_schedule(ids[:num_tokens], 112, num_experts=896, local_expert_offset=112, is_packed=True)
         schedule_triton.build_schedule(ids[:num_tokens].long(), 112, num_experts=896, expert_map=expert_map)
+    compile_expert_calls()
+
+
+def compile_expert_calls() -> None:
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    schedule = ExpertSchedule(8, None, integers(113), integers(128), integers(8, 16))
+    x = MXTensor(torch.zeros(8, 3584).to(torch.float8_e4m3fn), torch.zeros(8, 112, dtype=torch.uint8), "mxfp8")
+    data, _ = rows_triton.gather_rows(x, schedule)
+    rows_triton.decode_scales(MXTensor(data, torch.zeros(128, 112, dtype=torch.uint8), "mxfp8"), schedule)
+    for bias, activation, dtype in (
+        (None, SiTU(), torch.bfloat16),
+        (torch.zeros(112, 6144), SwiGLU(1.702, 7.0, 1.0), torch.float32),
+    ):
+        activation_triton.activate_quantize(torch.zeros(128, 6144, dtype=dtype), activation, schedule, bias)
+        rows_triton.widen_rows(torch.zeros(128, 6144).bfloat16(), schedule, bias, torch.zeros(128, 6144))
+    for dtype in (torch.bfloat16, torch.float32):
+        combine_triton.combine(torch.zeros(128, 3584), torch.zeros(8, 16), schedule, dtype)
 
 
 def main(architectures: list[int]) -> None:
     compiled: set[str] = set()
 
-    def compile_instead(kernel, *args, grid, warmup, num_warps=4, **constants):
+    def compile_instead(kernel, *args, grid, warmup, num_warps=4, enable_fp_fusion=True, **constants):
         values = dict(zip(kernel.arg_names, args, strict=False)) | constants
         assert list(values) == kernel.arg_names
         signature, constexprs, attributes = {}, {}, {}
+        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
         for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
             if parameter.is_constexpr or value is None:
                 signature[parameter.name], constexprs[parameter.name] = "constexpr", value
@@ -63,7 +90,7 @@ def main(architectures: list[int]) -> None:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         for architecture in architectures[: 1 if kernel.__name__ in compiled else None]:
             source = ASTSource(kernel, signature, constexprs, attributes)
-            triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
+            triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         compiled.add(kernel.__name__)
 
     JITFunction.run = compile_instead

@@ -12,7 +12,7 @@ import torch
 
 from rankmoe.activation import apply_activation
 from rankmoe.quantize import decode_scale, dequantize, e2m1_pair_table, quantize_mxfp8
-from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor
+from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts
 
 #: Weights decoded at a time: 1 MiB of float32, which stays in a core's L2 between decoding and multiplying.
 TILE_ELEMENTS = 256 * 1024
@@ -22,7 +22,7 @@ TILE_ELEMENTS = 256 * 1024
 MAX_SCALE_BYTE = 252
 
 
-def pack(w13: MXTensor, w2: MXTensor) -> tuple[MXTensor, MXTensor]:
+def pack(w13: MXTensor, w2: MXTensor) -> PackedExperts:
     """Keep the checkpoint's layout. Raises ValueError for a scale that float32 arithmetic cannot hold."""
     for name, tensor in (("w13", w13), ("w2", w2)):
         for expert, scale in enumerate(tensor.scale):
@@ -34,7 +34,7 @@ def pack(w13: MXTensor, w2: MXTensor) -> tuple[MXTensor, MXTensor]:
                         f"{name}: expected scale bytes up to {MAX_SCALE_BYTE} or 255, got {int(scale[row, group])} in "
                         f"expert {expert}, row {row}, group {group}"
                     )
-    return w13, w2
+    return PackedExperts(w13, w2)
 
 
 def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor) -> MXTensor:

@@ -111,6 +111,14 @@ def _quantize_kernel(
     bits = tl.load(hidden_states + source[:, None] + element, mask=is_read[:, None], other=0).to(tl.int32)
     if hidden_states.dtype.element_ty == tl.int16:
         bits = bits << 16
+    codes, scale_byte = encode_groups(bits)
+    tl.store(data + group.to(tl.int64)[:, None] * group_size + element, codes.to(tl.uint8), mask=is_group[:, None])
+    tl.store(scale + group, scale_byte.to(tl.uint8), mask=is_group)
+
+
+@triton.jit
+def encode_groups(bits):
+    """MXFP8 codes [groups, 32] and scale bytes [groups], int32, of float32 values given as their bits."""
     # As integers, magnitudes are in the order of the floats, with infinity and then NaN above every finite one.
     amax = tl.max(bits & 0x7FFFFFFF, axis=1)
     is_finite = amax < 0x7F800000
@@ -119,10 +127,7 @@ def _quantize_kernel(
     scale_byte = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
     reciprocal = ((254 - scale_byte) << 23).to(tl.float32, bitcast=True)
     codes = _e4m3_codes(bits.to(tl.float32, bitcast=True) * reciprocal[:, None])
-    codes = tl.where(is_finite[:, None], codes, 0x7F)
-    scale_byte = tl.where(is_finite, scale_byte, 255)
-    tl.store(data + group.to(tl.int64)[:, None] * group_size + element, codes.to(tl.uint8), mask=is_group[:, None])
-    tl.store(scale + group, scale_byte.to(tl.uint8), mask=is_group)
+    return tl.where(is_finite[:, None], codes, 0x7F), tl.where(is_finite, scale_byte, 255)
 
 
 @triton.jit
