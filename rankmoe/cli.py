@@ -334,7 +334,7 @@ def bench_front(
 
     Checks every variant first, then times graph replays. Example: `rankmoe bench front --tokens 8,16,24`
     """
-    from rankmoe.bench.front import FrontOptions, markdown_table, run
+    from rankmoe.bench.front import FrontOptions, markdown_table, run, table_rows
     from rankmoe.models.presets import get_preset
 
     try:
@@ -350,11 +350,10 @@ def bench_front(
         return
     console = Console()
     console.print(f"{model}, EP {ep}, on {record.device}: microseconds of one launch, medians", highlight=False)
-    counts = sorted({row["tokens"] for row in record.rows})
-    table = Table("variant", *map(str, counts))
-    for name in dict.fromkeys(row["variant"] for row in record.rows):
-        values = {row["tokens"]: row["us"] for row in record.rows if row["variant"] == name}
-        table.add_row(name, *(f"{values[count]:.2f}" if count in values else "" for count in counts))
+    header, *rows = table_rows(record)
+    table = Table(*header)
+    for cells in rows:
+        table.add_row(*cells)
     console.print(table)
 
 

@@ -40,6 +40,7 @@ from rankmoe.types import (
     SiTU,
     SlotOrder,
     SwiGLU,
+    widen_ids,
 )
 
 _Tensor = torch.Tensor
@@ -237,22 +238,16 @@ def _(
     local_expert_offset: int,
     is_packed: bool,
 ) -> _ScheduleTensors:
-    ids = unpack(topk_ids)[0] if is_packed else topk_ids
-    # Only for what it raises. Without the map, whose entries are checked when the operator runs.
-    schedule.local_expert_ids(ids, num_local_experts, num_experts, local_expert_offset)
-    num_tokens, top_k = ids.shape
-    return _empty_schedule(ids.device, num_tokens, top_k, num_local_experts)
+    # Only for what they raise. Without the map, whose entries are checked when the operator runs.
+    schedule.check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, None)
+    widen_ids(unpack(topk_ids)[0] if is_packed else topk_ids)
+    num_tokens, top_k = topk_ids.shape
+    return _empty_schedule(topk_ids.device, num_tokens, top_k, num_local_experts)
 
 
 def _empty_schedule(device: torch.device, num_tokens: int, top_k: int, num_local_experts: int) -> _ScheduleTensors:
     """Uninitialised tensors of a schedule's shapes."""
-    num_masks = num_local_experts if num_tokens <= MAX_FRONT_TOKENS else 0
-    return (
-        torch.empty(num_masks, dtype=torch.int64, device=device),
-        torch.empty(num_local_experts + 1, dtype=torch.int32, device=device),
-        torch.empty(num_tokens * top_k, dtype=torch.int32, device=device),
-        torch.empty(num_tokens, top_k, dtype=torch.int32, device=device),
-    )
+    return _tensors_of(ExpertSchedule.empty(num_tokens, top_k, num_local_experts, device))
 
 
 def _no_schedule(device: torch.device, expert_token_mask: torch.Tensor | None = None) -> _ScheduleTensors:
@@ -268,11 +263,10 @@ def _tensors_of(schedule: ExpertSchedule) -> _ScheduleTensors:
     mask, row_tokens = schedule.expert_token_mask, schedule.row_tokens
     if mask is None:
         mask = row_tokens.new_empty(0, dtype=torch.int64)
-    slot_rows = schedule.slot_rows.contiguous()  # a pass may keep the strides of the ids
-    num_unused = slot_rows.numel() - row_tokens.shape[0]
+    num_unused = schedule.slot_rows.numel() - row_tokens.shape[0]
     if num_unused:
         row_tokens = torch.cat([row_tokens, row_tokens.new_full((num_unused,), -1)])
-    return mask, schedule.expert_offsets, row_tokens, slot_rows
+    return mask, schedule.expert_offsets, row_tokens, schedule.slot_rows
 
 
 def _schedule_of(tensors: list[torch.Tensor] | _ScheduleTensors) -> ExpertSchedule:

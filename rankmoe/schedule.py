@@ -48,7 +48,7 @@ def build_schedule(
             )
     if is_packed:
         topk_ids = unpack(topk_ids)[0]
-    local = local_expert_ids(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
+    local = _local_expert_ids(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
     num_tokens, _ = local.shape
     token = torch.arange(num_tokens, device=device)[:, None].expand_as(local)
     # has_token[expert, token]: one row each, in row-major order, however often a token names an expert.
@@ -92,15 +92,14 @@ def schedule_routing(
     )
 
 
-def local_expert_ids(
+def _local_expert_ids(
     topk_ids: torch.Tensor,
     num_local_experts: int,
     num_experts: int,
-    local_expert_offset: int = 0,
-    expert_map: torch.Tensor | None = None,
+    local_expert_offset: int,
+    expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[T, K] int64. Local expert of each slot, -1 where this rank does not own it; arguments as ``build_schedule``."""
-    check_id_space(topk_ids, num_local_experts, num_experts, local_expert_offset, expert_map)
+    """[T, K] int64. Local expert of each slot, -1 where this rank does not own it."""
     ids = widen_ids(topk_ids)
     is_valid = (ids >= 0) & (ids < num_experts)
     if expert_map is None:

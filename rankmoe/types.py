@@ -313,6 +313,21 @@ class ExpertSchedule:
     row_tokens: torch.Tensor
     slot_rows: torch.Tensor
 
+    @classmethod
+    def empty(cls, num_tokens: int, top_k: int, num_local_experts: int, device: torch.device | str) -> ExpertSchedule:
+        """Uninitialised tensors for a pass that writes them, ``row_tokens`` with an entry for each slot."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            num_tokens=num_tokens,
+            expert_token_mask=empty(num_local_experts, dtype=torch.int64) if num_tokens <= MAX_FRONT_TOKENS else None,
+            expert_offsets=empty(num_local_experts + 1),
+            row_tokens=empty(num_tokens * top_k),
+            slot_rows=empty(num_tokens, top_k),
+        )
+
     @property
     def num_local_experts(self) -> int:
         """L."""

@@ -73,9 +73,10 @@ def run_pieces(case: FrontCase, inputs, buffers) -> None:
     num_experts, offset = case.num_experts, inputs.local_expert_offset
     if inputs.packed_range is not None:
         num_experts, offset = rank_local_num_experts(num_experts, inputs.packed_range, case.config.top_k), 0
-    schedule_triton.schedule_routing(
-        routing,
+    schedule_triton.build_schedule(
+        routing.packed,
         inputs.num_local_experts,
+        is_packed=True,
         num_experts=num_experts,
         local_expert_offset=offset,
         expert_map=inputs.expert_map,
@@ -149,7 +150,10 @@ def test_graph_replays_with_new_inputs(num_tokens):
     def run():
         routing = route_triton.route(*arguments, packed=True)
         x = quantize_triton.quantize_mxfp8(inputs.hidden_states, inputs.num_valid_tokens)
-        return routing, x, schedule_triton.schedule_routing(routing, 112, num_experts=896, local_expert_offset=112)
+        schedule = schedule_triton.build_schedule(
+            routing.packed, 112, num_experts=896, local_expert_offset=112, is_packed=True
+        )
+        return routing, x, schedule
 
     run()
     torch.cuda.synchronize()
@@ -224,7 +228,7 @@ def test_many_tokens(num_tokens):
     assert_bitwise_equal(quantize_triton.quantize_mxfp8(hidden_states), quantize_mxfp8(hidden_states))
     sizes = {"num_experts": 896, "local_expert_offset": 112}
     check_schedule(routing.topk_ids, 112, **sizes)
-    schedule = schedule_triton.schedule_routing(routing, 112, num_experts=128)
+    schedule = schedule_triton.build_schedule(routing.packed, 112, num_experts=128, is_packed=True)
     assert_bitwise_equal(schedule, schedule_triton.build_schedule(routing.topk_ids, 112, **sizes))
 
 

@@ -207,13 +207,16 @@ def _rows(got: MXTensor, expected: MXTensor) -> dict[str, tuple[torch.Tensor, to
     }
 
 
-def markdown_table(record: Record) -> str:
-    """The record as a Markdown table: a row a variant, a column a token count, microseconds."""
+def table_rows(record: Record) -> list[list[str]]:
+    """The record as a table: token counts in the first row, then a row a variant, microseconds."""
     counts = sorted({row["tokens"] for row in record.rows})
-    names = list(dict.fromkeys(row["variant"] for row in record.rows))
-    values = {(row["variant"], row["tokens"]): row["us"] for row in record.rows}
-    lines = ["| us at T = | " + " | ".join(map(str, counts)) + " |", "|---|" + "---|" * len(counts)]
-    for name in names:
-        cells = [f"{values[name, count]:.2f}" if (name, count) in values else "" for count in counts]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    values = {(row["variant"], row["tokens"]): f"{row['us']:.2f}" for row in record.rows}
+    names = dict.fromkeys(row["variant"] for row in record.rows)
+    rows = [[name, *(values.get((name, count), "") for count in counts)] for name in names]
+    return [["us at T =", *map(str, counts)], *rows]
+
+
+def markdown_table(record: Record) -> str:
+    """``table_rows`` in Markdown."""
+    header, *rows = ("| " + " | ".join(cells) + " |" for cells in table_rows(record))
+    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows])

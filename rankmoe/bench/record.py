@@ -56,11 +56,6 @@ def device_name(device_type: str) -> str:
     return f"{_cpu_model()}, {torch.get_num_threads()} threads"
 
 
-def device_slug(device_type: str) -> str:
-    """The device in a file name: ``nvidia-h200``, or ``cpu``."""
-    return "cpu" if device_type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(device_type).lower())
-
-
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

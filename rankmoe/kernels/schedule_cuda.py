@@ -44,17 +44,7 @@ def build_schedule(
     Returns the whole schedule, ``row_tokens`` [T * K] padded by -1. No host sync.
     """
     (num_tokens, top_k), device = topk_ids.shape, topk_ids.device
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    schedule = ExpertSchedule(
-        num_tokens=num_tokens,
-        expert_token_mask=empty(num_local_experts, dtype=torch.int64),
-        expert_offsets=empty(num_local_experts + 1),
-        row_tokens=empty(num_tokens * top_k),
-        slot_rows=empty(num_tokens, top_k),
-    )
+    schedule = ExpertSchedule.empty(num_tokens, top_k, num_local_experts, device)
     assert schedule.expert_token_mask is not None
     arguments = ScheduleArguments(
         ids=topk_ids.data_ptr(),

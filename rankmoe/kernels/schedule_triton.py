@@ -18,7 +18,7 @@ import triton.language as tl
 from rankmoe.kernels import triton_support
 from rankmoe.kernels.triton_support import next_power_of_2
 from rankmoe.schedule import check_id_space
-from rankmoe.types import MAX_FRONT_TOKENS, MAX_TOKENS, ExpertSchedule, Routing
+from rankmoe.types import MAX_FRONT_TOKENS, MAX_TOKENS, ExpertSchedule
 
 available = triton_support.available
 
@@ -93,7 +93,7 @@ def build_schedule(
         expert_map = expert_map.contiguous()
     (num_tokens, top_k), device = topk_ids.shape, topk_ids.device
     if out is None:
-        out = _allocate(num_tokens, top_k, num_local_experts, device)
+        out = ExpertSchedule.empty(num_tokens, top_k, num_local_experts, device)
     _check_out(out, num_tokens, top_k, num_local_experts)
     triton_support.check_same_device(
         device,
@@ -107,40 +107,6 @@ def build_schedule(
         launch = _launch_small if num_tokens <= MAX_FRONT_TOKENS else _launch_large
         launch(topk_ids, expert_map, num_experts, local_expert_offset, num_local_experts, is_packed, out)
     return out
-
-
-def schedule_routing(
-    routing: Routing,
-    num_local_experts: int,
-    *,
-    num_experts: int,
-    local_expert_offset: int = 0,
-    expert_map: torch.Tensor | None = None,
-    out: ExpertSchedule | None = None,
-) -> ExpertSchedule:
-    """Schedule a routing from its packed ids where it has them, else from its global ids; see ``build_schedule``."""
-    return build_schedule(
-        routing.topk_ids if routing.packed is None else routing.packed,
-        num_local_experts,
-        num_experts=num_experts,
-        local_expert_offset=local_expert_offset,
-        expert_map=expert_map,
-        is_packed=routing.packed is not None,
-        out=out,
-    )
-
-
-def _allocate(num_tokens: int, top_k: int, num_local_experts: int, device: torch.device) -> ExpertSchedule:
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return ExpertSchedule(
-        num_tokens=num_tokens,
-        expert_token_mask=empty(num_local_experts, dtype=torch.int64) if num_tokens <= MAX_FRONT_TOKENS else None,
-        expert_offsets=empty(num_local_experts + 1),
-        row_tokens=empty(num_tokens * top_k),
-        slot_rows=empty(num_tokens, top_k),
-    )
 
 
 def _check_out(out: ExpertSchedule, num_tokens: int, top_k: int, num_local_experts: int) -> None:
