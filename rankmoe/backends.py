@@ -13,13 +13,26 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
+from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
 
 
 class _GateUp(Protocol):
     def __call__(
         self, x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor
     ) -> MXTensor: ...
+
+
+class _Masked(Protocol):
+    def __call__(
+        self,
+        x: MXTensor,
+        routing: Routing,
+        expert_token_mask: torch.Tensor,
+        weights: ExpertWeights,
+        middle: torch.Tensor,
+        rows: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor: ...
 
 
 class _Down(Protocol):
@@ -38,6 +51,7 @@ class Backend:
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
     approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
         problem is computed only where the backend is asked for by name.
+    masked: gate_up, down and combine for up to 64 tokens from global ids and the token masks alone, or None.
     """
 
     name: str
@@ -47,6 +61,7 @@ class Backend:
     gate_up: _GateUp
     down: _Down
     approximated: Callable[[Problem], bool] = lambda problem: False
+    masked: _Masked | None = None
 
 
 def _reference() -> Backend:
@@ -89,8 +104,27 @@ def _humming() -> Backend:
     )
 
 
+def _cuda() -> Backend:
+    from rankmoe.kernels import experts_cuda
+
+    return Backend(
+        name="cuda",
+        available=experts_cuda.available,
+        covered=experts_cuda.covered,
+        pack=experts_cuda.pack,
+        gate_up=experts_cuda.gate_up,
+        down=experts_cuda.down,
+        masked=experts_cuda.masked,
+    )
+
+
 # In order of preference.
-_LOADERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "reference": _reference, "humming": _humming}
+_LOADERS: dict[str, Callable[[], Backend]] = {
+    "cuda": _cuda,
+    "cpu": _cpu,
+    "reference": _reference,
+    "humming": _humming,
+}
 
 
 def backend_names() -> list[str]:
@@ -123,7 +157,7 @@ def choose_backend(problem: Problem, name: str = "auto") -> Backend:
 
 
 @cache
-def cuda_kernel(operation: Literal["front", "schedule"], device: torch.device) -> Any:
+def cuda_kernel(operation: Literal["front", "schedule", "combine"], device: torch.device) -> Any:
     """The module ``kernels.<operation>_cuda`` where ``device`` runs it, else None."""
     if device.type != "cuda":
         return None

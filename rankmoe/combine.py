@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rankmoe.backends import triton_kernel
+from rankmoe.backends import cuda_kernel, triton_kernel
 from rankmoe.quantize import needs_gradient
 from rankmoe.types import ExpertSchedule
 
@@ -33,7 +33,7 @@ def combine(
     num_rows = schedule.row_tokens.shape[0]
     if rows.dim() != 2 or rows.shape[0] < num_rows:
         raise ValueError(f"rows: expected [{num_rows}, hidden] as the schedule, got {tuple(rows.shape)}")
-    kernel = triton_kernel("combine", rows.device)
+    kernel = cuda_kernel("combine", rows.device) or triton_kernel("combine", rows.device)
     is_followed = needs_gradient(rows) or needs_gradient(topk_weights)
     if kernel is not None and kernel.covered(rows, topk_weights, out_dtype) and not is_followed:
         return kernel.combine(rows, topk_weights, schedule, out_dtype)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from rankmoe.backends import get_backend
 from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up
 from rankmoe.front import check_same_tokens, route_quantize
 from rankmoe.pack import IdSpace, id_space
 from rankmoe.schedule import schedule_routing
-from rankmoe.types import ExpertSchedule, ExpertWeights, LocalRange, MXTensor, RouterConfig, Routing
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertSchedule, ExpertWeights, LocalRange, MXTensor, RouterConfig, Routing
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def routed_moe(
             f"got {tuple(router_logits.shape)}"
         )
     is_redundant = placement.physical_to_logical is not None
+    num_tokens = hidden_states.shape[0]
+    masked = get_backend(weights.backend).masked if 0 < num_tokens <= MAX_FRONT_TOKENS and not is_redundant else None
     local_range = None if is_redundant else placement.local_range
     expert_map = placement.expert_map_on(hidden_states.device) if local_range is None else None
     front = route_quantize(
@@ -118,7 +121,12 @@ def routed_moe(
         num_local_experts=placement.num_local_experts,
         rank_local=rank_local,
         num_valid_tokens=num_valid_tokens,
+        schedule="rows" if masked is None else "masks",
     )
+    if masked is not None and front.expert_token_mask is not None:
+        workspace = workspace or Workspace.allocate(num_tokens, config.top_k, weights)
+        scratch = (workspace.middle, workspace.rows)
+        return masked(front.x, front.routing, front.expert_token_mask, weights, *scratch, out_dtype)
     routing, space = front.routing, IdSpace(placement.num_experts, 0)
     if local_range is not None:
         space = id_space(routing, placement.num_experts, local_range)

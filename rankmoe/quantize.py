@@ -151,3 +151,9 @@ def check_rows(hidden_states: torch.Tensor) -> None:
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states: expected [num_tokens, hidden], got {tuple(hidden_states.shape)}")
     check_group_multiple("hidden_states.shape[1]", hidden_states.shape[1])
+
+
+def groups_with_values(weight: MXTensor) -> torch.Tensor:
+    """[..., groups] bool. Whether a group of an mxfp4 tensor holds anything but zeros of either sign."""
+    words = weight.data.contiguous().view(torch.int64) & 0x7777777777777777
+    return (words != 0).unflatten(-1, (-1, GROUP_SIZE // 16)).any(-1)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rankmoe.kernels import triton_support
+from rankmoe.quantize import groups_with_values
 from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
 
 #: Octaves between the smallest and the largest scale of a row, exclusive, that weights in e4m3 hold exactly.
@@ -204,7 +205,7 @@ def check_scales(name: str, expert: int, weight: MXTensor) -> int:
 
     Raises ValueError for a scale byte beyond ``SCALE_BYTES`` and for a row that spans ``SCALE_OCTAVES`` or more.
     """
-    has_value, scale = _has_value(weight), weight.scale.int()
+    has_value, scale = groups_with_values(weight), weight.scale.int()
     low, high = SCALE_BYTES
     largest = torch.where(has_value, scale, low).amax(1, keepdim=True)
     # NaN bytes (255) of groups of zeros are NaN all the same.
@@ -223,11 +224,6 @@ def check_scales(name: str, expert: int, weight: MXTensor) -> int:
 
 def neutral_scales(weight: MXTensor, *, per_row: bool) -> torch.Tensor:
     """[out, groups] uint8. The scale bytes, with those of groups of zeros replaced so that they widen no range."""
-    has_value = _has_value(weight)
+    has_value = groups_with_values(weight)
     largest = torch.where(has_value, weight.scale, 0).amax((1,) if per_row else (0, 1), keepdim=True)
     return torch.where(has_value, weight.scale, torch.where(largest > 0, largest, _NEUTRAL_SCALE).to(torch.uint8))
-
-
-def _has_value(weight: MXTensor) -> torch.Tensor:
-    """[out, groups] bool. Whether a group holds anything but zeros of either sign."""
-    return ((weight.data & 0x77) != 0).unflatten(-1, (-1, GROUP_SIZE // 2)).any(-1)

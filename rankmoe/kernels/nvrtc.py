@@ -181,11 +181,13 @@ class Kernel:
     """A kernel of one source file and one set of macros.
 
     source: CUDA C++ text. name: the ``extern "C"`` entry point. macros: what is defined for it.
+    shared_bytes: dynamic shared memory of a block.
     """
 
     source: str
     name: str
     macros: Mapping[str, int | str]
+    shared_bytes: int = 0
     _functions: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -207,6 +209,9 @@ class Kernel:
                 _check(error, "cuModuleLoadData")
             error, function = driver.cuModuleGetFunction(module, self.name.encode())
             _check(error, "cuModuleGetFunction")
+            if self.shared_bytes:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(driver.cuFuncSetAttribute(function, attribute, self.shared_bytes)[0], "cuFuncSetAttribute")
             self._functions[device] = function
             return function
 
@@ -231,6 +236,7 @@ class Kernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream(device).cuda_stream
         if uses_programmatic_launch() if is_programmatic is None else is_programmatic:
             config.attrs = [_programmatic_attribute()]

@@ -1,0 +1,512 @@
+// One expert GEMM of a decode step: MXFP8 rows by MXFP4 weights, read once, in float32 accumulation of exact products.
+//
+// The same source is gate_up (activation and requantisation in its epilogue) and down. Work is a list of items, one for
+// each (active expert, group of up to ROWS rows, tile of 64 outputs); a block takes a contiguous part of it. The multiplying
+// warps of a block share an item's input dimension in steps of 128; each streams its own part of the weights through its
+// own ring of bulk copies, decodes it to bfloat16 in registers and multiplies it by the rows, which lie in shared memory.
+// The finishing warps add the parts up and write the item's outputs, while the others are at the next item.
+// Nothing is included, so the source compiles with NVRTC anywhere. The including side defines:
+//   GATE_UP            1 gate_up, 0 down
+//   NUM_INPUTS, NUM_OUTPUTS  of the logical weight; a gate_up tile is 32 gate rows and the 32 up rows of the same columns
+//   MAX_LOCAL_EXPERTS  size of the tables in shared memory
+//   WARPS, DEPTH, ROWS multiplying warps of a block, ring slots (steps) of a warp, rows of an item (4 or 8)
+//   FINISHERS, BUFFERS finishing warps of a block, items whose parts wait for them
+//   BLOCKS             blocks that share a multiprocessor
+//   FROM_MASKS         1 rows come from token masks, 0 from offsets and row tokens
+//   HAS_BIAS, HAS_FACTOR
+//   ACTIVATION         0 SiTU, 1 SwiGLU; HAS_LIMIT
+// docs/kernels.md, section "Expert GEMMs", says why each step is what it is.
+
+#define FULL_MASK 0xffffffffu
+#define THREADS ((WARPS + FINISHERS) * 32)
+#define TILE 64                 // outputs of an item
+#define STEP 128                // inputs of a step: a group of 32 for each thread of a quad
+#define STEPS ((NUM_INPUTS + STEP - 1) / STEP)
+#define PADDED_INPUTS (STEPS * STEP)
+#define HALF_BYTES (32 * 64 + 128)  // half a step: 32 outputs, four groups of 16 bytes each, and their scales
+#define SLOT_BYTES (2 * HALF_BYTES)
+#define TILES ((NUM_OUTPUTS + TILE - 1) / TILE)
+#define PARTIALS (STEPS < WARPS ? STEPS : WARPS)  // warps that have a part of an item
+#define ROW_BYTES (PADDED_INPUTS * 2)
+
+struct ExpertsArguments {
+  const unsigned char* weights;  // [L, TILES, STEPS, 2, HALF_BYTES]
+  const float* factor;           // [L]
+  const float* bias;             // [L, NUM_OUTPUTS], gate_up in checkpoint order
+  const unsigned char* data;     // [rows, NUM_INPUTS] e4m3
+  const unsigned char* scale;    // [rows, NUM_INPUTS / 32]
+  const unsigned long long* expert_token_mask;
+  const int* expert_offsets;
+  const int* row_tokens;
+  float* rows;                    // down: [R, NUM_OUTPUTS]
+  unsigned char* middle;          // gate_up: [R, NUM_OUTPUTS / 2]
+  unsigned char* middle_scale;    // gate_up: [R, NUM_OUTPUTS / 64]
+  int num_local_experts;
+  int is_chained;                 // the previous launch of the stream read the same schedule
+  float activation[3];            // beta, linear_beta; or alpha, limit, up_offset
+};
+
+struct Shared {
+  alignas(128) unsigned char ring[WARPS][DEPTH][SLOT_BYTES];
+  alignas(128) unsigned char inputs[ROWS][ROW_BYTES];  // bfloat16, 16-byte pieces of a group swizzled
+  alignas(16) float partial[BUFFERS][PARTIALS][ROWS][TILE];
+  alignas(8) unsigned long long is_full[WARPS][DEPTH];
+  unsigned long long is_summed[BUFFERS];    // every part of an item lies in partial
+  unsigned long long is_finished[BUFFERS];  // and was read
+  int first_item[MAX_LOCAL_EXPERTS + 1];
+  int first_row[MAX_LOCAL_EXPERTS + 1];
+  int warp_total[WARPS + FINISHERS][2];
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void initialize_barrier(unsigned barrier, unsigned count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      " @!done bra again;\n}"
+      ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_in(unsigned destination, const unsigned char* source, unsigned barrier,
+                                        unsigned long long policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(SLOT_BYTES) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          destination),
+      "l"(source), "r"(SLOT_BYTES), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
+  unsigned product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Eight e2m1 codes to four pairs of bfloat16. Sign and magnitude of a pair's codes stand so that a shift brings them to
+// bits 15 and 8..6 of each half; that is 2^-126 of the value, subnormals included, and the scale makes up for it.
+__device__ __forceinline__ void decode(unsigned word, unsigned scale, unsigned (&pair)[4]) {
+  constexpr unsigned code = 0x81c081c0u, sign = 0x80008000u;
+  const unsigned left6 = word << 6, left1 = word << 1, right3 = word >> 3, left2 = word << 2;
+  pair[0] = word & code;
+  pair[1] = (word << 3) & code;
+  pair[2] = ((left6 & ~sign) | (left1 & sign)) & code;
+  pair[3] = ((right3 & ~sign) | (left2 & sign)) & code;
+#pragma unroll
+  for (int p = 0; p < 4; ++p) pair[p] = multiply_bf16x2(pair[p], scale);
+}
+
+__device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                             unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned long long evict_first() {
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// What the next launch may read early, the schedule and the weights, was there before this wait ended.
+__device__ __forceinline__ void wait_for_previous_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__device__ __forceinline__ void synchronize_multiplying() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+
+// ------------------------------------------------------------------------------------------------------------- inputs
+
+// Two e4m3 codes times a power of two, exact in bfloat16.
+__device__ __forceinline__ unsigned widen_pair(unsigned short codes, float scale) {
+  unsigned halves, pair;
+  float low, high;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  asm("{\n .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.f32.f16 %0, a;\n cvt.f32.f16 %1, b;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+  low *= scale;
+  high *= scale;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ float scale_of(unsigned byte) {
+  return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
+}
+
+// The piece-th 16 bytes of a group, moved so that the eight threads of a load phase meet eight different banks.
+__device__ __forceinline__ unsigned piece_offset(int row, int group, int piece) {
+  return row * ROW_BYTES + group * 64 + ((piece ^ ((group >> 1 & 1) | (row & 1) << 1)) << 4);
+}
+
+// The place of the n-th set bit.
+__device__ __forceinline__ int nth_bit(unsigned long long bits, int n) {
+  for (; n > 0; --n) bits &= bits - 1;
+  return __ffsll(bits) - 1;
+}
+
+__device__ __forceinline__ void load_inputs(const ExpertsArguments& a, Shared& shared, int expert, int first_row,
+                                            int group, int num_rows) {
+  constexpr int chunks = PADDED_INPUTS / 16;  // of 16 elements, half a scale group
+#if GATE_UP && FROM_MASKS
+  const unsigned long long mask = a.expert_token_mask[expert];
+#endif
+  for (int i = threadIdx.x; i < num_rows * chunks; i += WARPS * 32) {
+    const int row = i / chunks, chunk = i % chunks;
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    float scale = 0;
+    if (chunk * 16 < NUM_INPUTS) {
+#if !GATE_UP
+      const long long source = first_row + row;
+#elif FROM_MASKS
+      const long long source = nth_bit(mask, group * ROWS + row);
+#else
+      const long long source = a.row_tokens[first_row + row];
+#endif
+      codes = *(const uint4*)(a.data + source * NUM_INPUTS + chunk * 16);
+      scale = scale_of(a.scale[source * (NUM_INPUTS / 32) + (chunk >> 1)]);
+    }
+    const unsigned word[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 out;
+      out.x = widen_pair(word[2 * half], scale);
+      out.y = widen_pair(word[2 * half] >> 16, scale);
+      out.z = widen_pair(word[2 * half + 1], scale);
+      out.w = widen_pair(word[2 * half + 1] >> 16, scale);
+      *(uint4*)(&shared.inputs[0][0] + piece_offset(row, chunk >> 1, (chunk & 1) * 2 + half)) = out;
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- epilogue
+
+// Where a part keeps a column's output: moved so that neither the stores of the accumulators nor loads meet in a bank.
+__device__ __forceinline__ int partial_place(int column, int output) { return column * TILE + (output ^ (column >> 1) * 8); }
+
+// A column's sum over the parts of the input dimension, in their order.
+__device__ __forceinline__ float total(const float* partial, int column, int output) {
+  float sum = 0;
+#pragma unroll
+  for (int p = 0; p < PARTIALS; ++p) sum += partial[p * ROWS * TILE + partial_place(column, output)];
+  return sum;
+}
+
+#if GATE_UP
+__device__ __forceinline__ float activate(const ExpertsArguments& a, float gate, float up) {
+#if ACTIVATION == 0
+  const float beta = a.activation[0], linear_beta = a.activation[1];
+  return beta * tanhf(gate / beta) * (1.0f / (1.0f + expf(-gate))) * (linear_beta * tanhf(up / linear_beta));
+#else
+  const float alpha = a.activation[0], limit = a.activation[1], up_offset = a.activation[2];
+#if HAS_LIMIT
+  gate = gate > limit ? limit : gate;  // comparisons, since a minimum would replace NaN
+  up = up > limit ? limit : up < -limit ? -limit : up;
+#endif
+  return gate * (1.0f / (1.0f + expf(-alpha * gate))) * (up + up_offset);
+#endif
+}
+
+// A warp finishes one row's 32 columns, one MXFP8 group.
+__device__ __forceinline__ void finish_row(const ExpertsArguments& a, const float* partial, int expert, int tile,
+                                           int column, long long row) {
+  constexpr int width = NUM_OUTPUTS / 2;
+  const int lane = threadIdx.x & 31;
+  float gate = total(partial, column, lane), up = total(partial, column, 32 + lane);
+#if HAS_FACTOR
+  gate *= a.factor[expert];
+  up *= a.factor[expert];
+#endif
+#if HAS_BIAS
+  gate += a.bias[(long long)expert * NUM_OUTPUTS + tile * 32 + lane];
+  up += a.bias[(long long)expert * NUM_OUTPUTS + width + tile * 32 + lane];
+#endif
+  const float value = activate(a, gate, up);
+  unsigned amax = __reduce_max_sync(FULL_MASK, __float_as_uint(value) & 0x7fffffffu);
+  const bool is_finite = amax < 0x7f800000u;
+  amax = max(amax, 0x2edbe6ffu);  // 1e-10
+  // amax = m * 2^k with m in [1, 2): the scale is 2^(k - 8), one more where m > 1.75 (mantissa above 0x600000).
+  const unsigned scale = ((amax + 0x1fffffu) >> 23) - 8;
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value * __uint_as_float((254 - scale) << 23)));
+  a.middle[row * width + tile * 32 + lane] = is_finite ? (unsigned char)codes : 0x7f;
+  if (lane == 0) a.middle_scale[row * (width / 32) + tile] = is_finite ? (unsigned char)scale : 255;
+}
+#else
+__device__ __forceinline__ void finish_row(const ExpertsArguments& a, const float* partial, int expert, int tile,
+                                           int column, long long row) {
+#pragma unroll
+  for (int output = threadIdx.x & 31; output < TILE; output += 32) {
+    const int place = tile * TILE + output;
+    if (NUM_OUTPUTS % TILE == 0 || place < NUM_OUTPUTS) {
+      float value = total(partial, column, output);
+#if HAS_FACTOR
+      value *= a.factor[expert];
+#endif
+#if HAS_BIAS
+      value += a.bias[(long long)expert * NUM_OUTPUTS + place];
+#endif
+      a.rows[row * NUM_OUTPUTS + place] = value;
+    }
+  }
+}
+#endif
+
+// --------------------------------------------------------------------------------------------------------- work items
+
+// Prefix sums of rows and of items over the experts.
+__device__ __forceinline__ void list_items(const ExpertsArguments& a, Shared& shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int rows_before = 0, items_before = 0;
+  for (int first = 0; first < a.num_local_experts; first += THREADS) {
+    const int expert = first + threadIdx.x;
+    int count = 0;
+    if (expert < a.num_local_experts) {
+#if FROM_MASKS
+      count = __popcll(a.expert_token_mask[expert]);
+#else
+      count = a.expert_offsets[expert + 1] - a.expert_offsets[expert];
+#endif
+    }
+    const int items = (count + ROWS - 1) / ROWS * TILES;
+    int row = count, item = items;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+      const int lower_row = __shfl_up_sync(FULL_MASK, row, step), lower_item = __shfl_up_sync(FULL_MASK, item, step);
+      if (lane >= step) {
+        row += lower_row;
+        item += lower_item;
+      }
+    }
+    if (lane == 31) {
+      shared.warp_total[warp][0] = row;
+      shared.warp_total[warp][1] = item;
+    }
+    __syncthreads();
+    const int warp_rows = lane < WARPS + FINISHERS ? shared.warp_total[lane][0] : 0;
+    const int warp_items = lane < WARPS + FINISHERS ? shared.warp_total[lane][1] : 0;
+    row += rows_before + __reduce_add_sync(FULL_MASK, lane < warp ? warp_rows : 0);
+    item += items_before + __reduce_add_sync(FULL_MASK, lane < warp ? warp_items : 0);
+    if (expert < a.num_local_experts) {
+      shared.first_row[expert] = row - count;
+      shared.first_item[expert] = item - items;
+    }
+    rows_before += __reduce_add_sync(FULL_MASK, warp_rows);
+    items_before += __reduce_add_sync(FULL_MASK, warp_items);
+    if (threadIdx.x == 0 && first + THREADS >= a.num_local_experts) {
+      shared.first_row[a.num_local_experts] = rows_before;
+      shared.first_item[a.num_local_experts] = items_before;
+    }
+    __syncthreads();
+  }
+}
+
+// The expert of an item.
+__device__ __forceinline__ int search_expert(const Shared& shared, int num_experts, int item) {
+  int low = 0, high = num_experts - 1;
+  while (low < high) {
+    const int middle = (low + high) >> 1;
+    if (item >= shared.first_item[middle + 1]) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// Items of one expert and row group that follow each other: their weights do, too.
+struct Run {
+  int first, tiles;  // items
+  int expert, group, tile;
+
+  // The run that starts with an item below end; its expert is the given one or a later one.
+  __device__ __forceinline__ Run(const Shared& shared, int item, int end, int from_expert)
+      : first(item), tiles(0), expert(from_expert), group(0), tile(0) {
+    if (item >= end) return;
+    while (item >= shared.first_item[expert + 1]) ++expert;
+    const int place = item - shared.first_item[expert];
+    group = place / TILES;
+    tile = place % TILES;
+    tiles = min(TILES - tile, end - item);
+  }
+  __device__ __forceinline__ Run next(const Shared& shared, int end) const { return Run(shared, first + tiles, end, expert); }
+};
+
+// A warp's walk over its steps, ahead of the arithmetic by the depth of the ring.
+struct Stream {
+  Run run;
+  int step;  // of the run
+  const unsigned char* source;
+
+  __device__ __forceinline__ bool is_done() const { return run.tiles == 0; }
+  __device__ __forceinline__ void find(const ExpertsArguments& a, const Shared& shared, int end) {
+    while (run.tiles && step >= run.tiles * STEPS) {
+      step -= run.tiles * STEPS;
+      run = run.next(shared, end);
+    }
+    source = a.weights + (((long long)run.expert * TILES + run.tile) * STEPS + step) * SLOT_BYTES;
+  }
+  __device__ __forceinline__ void advance(const ExpertsArguments& a, const Shared& shared, int end) {
+    step += WARPS;
+    source += WARPS * SLOT_BYTES;
+    if (step >= run.tiles * STEPS) find(a, shared, end);
+  }
+};
+
+__device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared& shared, Stream stream, Run run, int end) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad_row = lane >> 2, quad_thread = lane & 3;
+  const unsigned ring = shared_address(shared.ring[warp]), barriers = shared_address(shared.is_full[warp]);
+  const unsigned long long policy = evict_first();
+  int slot = 0, parity = 0, step = warp, buffer = 0, buffer_parity = 1;
+  for (; run.tiles; run = run.next(shared, end)) {
+    const int first_row = shared.first_row[run.expert] + run.group * ROWS;
+    const int num_rows = min(ROWS, shared.first_row[run.expert + 1] - first_row);
+    synchronize_multiplying();  // nobody reads the previous run's inputs any more
+    load_inputs(a, shared, run.expert, first_row, run.group, num_rows);
+    synchronize_multiplying();
+    // Columns without a row read the last row; what they add up is never used.
+    unsigned inputs[4];
+#pragma unroll
+    for (int piece = 0; piece < 4; ++piece)
+      inputs[piece] = shared_address(shared.inputs) + piece_offset(min(quad_row, num_rows - 1), quad_thread, piece);
+    for (int tile = 0; tile < run.tiles; ++tile) {
+      float sum[4][4] = {};
+      const int part = step;
+      for (; step < STEPS; step += WARPS) {
+        const unsigned base = ring + slot * SLOT_BYTES;
+        unsigned input[16];
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) {
+          const uint4 v = load_shared(inputs[piece] + step * (STEP * 2));
+          input[4 * piece] = v.x, input[4 * piece + 1] = v.y, input[4 * piece + 2] = v.z, input[4 * piece + 3] = v.w;
+        }
+        wait_for(barriers + 8 * slot, parity);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned scales;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales) : "r"(base + half * HALF_BYTES + 2048 + lane * 4));
+          unsigned word[2][2][4];
+#pragma unroll
+          for (int block = 0; block < 2; ++block)
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+              const uint4 v = load_shared(base + half * HALF_BYTES + block * 1024 + side * 512 + lane * 16);
+              unsigned(&w)[4] = word[block][side];
+              w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+            }
+          if (half == 1) {
+            __syncwarp();  // every lane has its last words: the slot may be filled again
+            if (!stream.is_done()) {
+              if (lane == 0) copy_in(base, stream.source, barriers + 8 * slot, policy);
+              stream.advance(a, shared, end);
+            }
+          }
+          unsigned scale[2][2];  // a scale byte in the exponents of two bfloat16
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scale[i >> 1][i & 1] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u;
+          // Block by block inside, so that two chains of additions are under way.
+#pragma unroll
+          for (int w = 0; w < 4; ++w)
+#pragma unroll
+            for (int block = 0; block < 2; ++block) {
+              unsigned low[4], high[4];
+              decode(word[block][0][w], scale[block][0], low);
+              decode(word[block][1][w], scale[block][1], high);
+              float(&own)[4] = sum[2 * half + block];
+              multiply_add(own, low[0], high[0], low[1], high[1], input[4 * w], input[4 * w + 1]);
+              multiply_add(own, low[2], high[2], low[3], high[3], input[4 * w + 2], input[4 * w + 3]);
+            }
+        }
+        if (++slot == DEPTH) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      step -= STEPS;
+      if (part < PARTIALS) {
+        wait_for(shared_address(&shared.is_finished[buffer]), buffer_parity);
+        float* own = &shared.partial[buffer][part][0][0];
+#pragma unroll
+        for (int block = 0; block < 4; ++block)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = 2 * quad_thread + (i & 1);
+            if (column < num_rows) own[partial_place(column, 32 * (i >> 1) + 8 * block + quad_row)] = sum[block][i];
+          }
+        __syncwarp();
+        if (lane == 0) arrive(shared_address(&shared.is_summed[buffer]));
+      }
+      if (++buffer == BUFFERS) {
+        buffer = 0;
+        buffer_parity ^= 1;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void finish_items(const ExpertsArguments& a, Shared& shared, Run run, int end) {
+  const int lane = threadIdx.x & 31, finisher = (threadIdx.x >> 5) - WARPS;
+  int buffer = 0, buffer_parity = 0;
+  for (; run.tiles; run = run.next(shared, end)) {
+    const int first_row = shared.first_row[run.expert] + run.group * ROWS;
+    const int num_rows = min(ROWS, shared.first_row[run.expert + 1] - first_row);
+    for (int tile = 0; tile < run.tiles; ++tile) {
+      wait_for(shared_address(&shared.is_summed[buffer]), buffer_parity);
+      for (int column = finisher; column < num_rows; column += FINISHERS)
+        finish_row(a, &shared.partial[buffer][0][0][0], run.expert, run.tile + tile, column, first_row + column);
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.is_finished[buffer]));
+      if (++buffer == BUFFERS) {
+        buffer = 0;
+        buffer_parity ^= 1;
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) experts(const __grid_constant__ ExpertsArguments a) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (warp < WARPS && lane < DEPTH) initialize_barrier(shared_address(&shared.is_full[warp][lane]), 1);
+  if (warp == WARPS && lane < BUFFERS) {
+    initialize_barrier(shared_address(&shared.is_summed[lane]), PARTIALS);
+    initialize_barrier(shared_address(&shared.is_finished[lane]), FINISHERS);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  if (!a.is_chained) wait_for_previous_launch();
+  list_items(a, shared);  // its barrier also makes the ones above known
+  const int num_items = shared.first_item[a.num_local_experts];
+  const int begin = (int)((long long)num_items * blockIdx.x / gridDim.x);
+  const int end = (int)((long long)num_items * (blockIdx.x + 1) / gridDim.x);
+  const Run run(shared, begin, end, begin < end ? search_expert(shared, a.num_local_experts, begin) : 0);
+  Stream stream = {run, warp, a.weights};
+  if (warp < WARPS) {
+    stream.find(a, shared, end);
+    for (int slot = 0; slot < DEPTH && !stream.is_done(); ++slot) {
+      if (lane == 0)
+        copy_in(shared_address(shared.ring[warp][slot]), stream.source, shared_address(&shared.is_full[warp][slot]), evict_first());
+      stream.advance(a, shared, end);
+    }
+  }
+  if (a.is_chained) wait_for_previous_launch();
+  if (warp < WARPS) multiply_items(a, shared, stream, run, end);
+  else finish_items(a, shared, run, end);
+}
