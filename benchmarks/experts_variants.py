@@ -52,6 +52,7 @@ class Case:
     fronts: list[FrontResult]
     middle: torch.Tensor
     rows: torch.Tensor
+    down_changes: dict[str, int]
 
     def gate_up(self, config: ExpertsConfig, i: int) -> MXTensor:
         """The first GEMM of the i-th routing."""
@@ -70,6 +71,7 @@ class Case:
     def _down(self, middle: MXTensor, config: ExpertsConfig, i: int, is_chained: bool) -> torch.Tensor:
         schedule = self.fronts[i].schedule
         assert schedule is not None
+        config = dataclasses.replace(config, **self.down_changes)
         return experts_cuda.down(middle, schedule, self.weights, self.rows[i], config=config, is_chained=is_chained)
 
 
@@ -97,12 +99,18 @@ def check(case: Case, config: ExpertsConfig, w13: MXTensor, w2: MXTensor) -> tup
     return worst[0], worst[1]
 
 
+def _change(text: str) -> tuple[str, int]:
+    name, value = text.split("=")
+    return name, int(value)
+
+
 def main() -> None:
     """Measure the product of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     for field in dataclasses.fields(ExpertsConfig):
         parser.add_argument(f"--{field.name}", default=str(field.default))
+    parser.add_argument("--down", nargs="*", type=_change, help="fields that differ for the down GEMM, as depth=2")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--check-only", action="store_true", help="run each configuration once, for a profiler")
@@ -124,8 +132,9 @@ def main() -> None:
             x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
             fronts.append(route_quantize(logits, x, preset.router, local_range=placement.local_range))
         num_rows = num_tokens * preset.router.top_k
-        buffers = (torch.empty(NUM_ROUTINGS, num_rows, size, device="cuda") for size in (width, hidden))
-        case = Case(weights, fronts, *buffers)
+        middle = torch.empty(NUM_ROUTINGS, num_rows, width, device="cuda")
+        out = torch.empty(NUM_ROUTINGS, num_rows, hidden, device="cuda")
+        case = Case(weights, fronts, middle, out, dict(options.down or ()))
         num_active = sum(int((f.schedule.expert_counts > 0).sum()) for f in fronts if f.schedule) / NUM_ROUTINGS
         errors = {config: check(case, config, w13, w2) for config in configs}
         if options.check_only:

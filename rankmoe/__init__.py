@@ -8,7 +8,7 @@ from rankmoe.backends import backend_names, get_backend
 from rankmoe.experts import down, gate_up, pack_experts
 from rankmoe.front import FrontResult, route_quantize
 from rankmoe.handoff import Handoff
-from rankmoe.moe import Workspace, fused_moe, routed_moe
+from rankmoe.moe import ExpertRows, Workspace, expert_rows, fused_moe, routed_moe
 from rankmoe.pack import IdSpace, id_space, pack_topk, rank_local_ids, rank_local_num_experts, unpack
 from rankmoe.quantize import dequantize, quantize_mxfp4, quantize_mxfp8
 from rankmoe.runner import RoutedMoeRunner
@@ -33,6 +33,7 @@ __all__ = [
     "MAX_FRONT_TOKENS",
     "Activation",
     "ExpertPlacement",
+    "ExpertRows",
     "ExpertSchedule",
     "ExpertWeights",
     "FrontResult",
@@ -50,6 +51,7 @@ __all__ = [
     "build_schedule",
     "dequantize",
     "down",
+    "expert_rows",
     "fused_moe",
     "gate_up",
     "get_backend",

@@ -35,6 +35,12 @@ class _Masked(Protocol):
     ) -> torch.Tensor: ...
 
 
+class _Gemms(Protocol):
+    def __call__(
+        self, x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, middle: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 class _Down(Protocol):
     def __call__(
         self, middle: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor
@@ -47,20 +53,22 @@ class Backend:
 
     available: whether this machine can run it. Never raises.
     covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
-    pack: checkpoint-order w13 and w2 to the layout that its kernels read.
+    pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device.
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
     approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
         problem is computed only where the backend is asked for by name.
+    gemms: gate_up and down where launches of the two can overlap, or None.
     masked: gate_up, down and combine for up to 64 tokens from global ids and the token masks alone, or None.
     """
 
     name: str
     available: Callable[[], bool]
     covered: Callable[[Problem], bool]
-    pack: Callable[[MXTensor, MXTensor], PackedExperts]
+    pack: Callable[[MXTensor, MXTensor, torch.device], PackedExperts]
     gate_up: _GateUp
     down: _Down
     approximated: Callable[[Problem], bool] = lambda problem: False
+    gemms: _Gemms | None = None
     masked: _Masked | None = None
 
 
@@ -71,7 +79,7 @@ def _reference() -> Backend:
         name="reference",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=PackedExperts,
+        pack=lambda w13, w2, device: PackedExperts(w13, w2),
         gate_up=reference.gate_up,
         down=reference.down,
     )
@@ -114,6 +122,7 @@ def _cuda() -> Backend:
         pack=experts_cuda.pack,
         gate_up=experts_cuda.gate_up,
         down=experts_cuda.down,
+        gemms=experts_cuda.gemms,
         masked=experts_cuda.masked,
     )
 

@@ -18,12 +18,15 @@ def pack_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     backend: str = "auto",
+    device: torch.device | str | None = None,
 ) -> ExpertWeights:
     """Bring one rank's experts into a backend's layout, once, at load.
 
     w13: [L, 2 I, H] mxfp4 in checkpoint order: gate (w1) rows first, then up (w3) rows.
     w2: [L, H, I] mxfp4.
     w13_bias, w2_bias: [L, 2 I] and [L, H] float32 or None.
+    device: where the packed weights live; None for where w13 is. Experts in host memory are brought to a GPU one at a
+        time, so that it holds at most one expert beside the packed ones.
     Raises ValueError naming the tensor, expected and got for shapes that do not fit, for a count of experts other than
     the placement's, and for sizes that are not multiples of 32.
     """
@@ -49,24 +52,25 @@ def pack_experts(
             raise ValueError(
                 f"{name}: expected ({num_local_experts}, {size}) float32, got {tuple(bias.shape)} {bias.dtype}"
             )
+    device = torch.device(device) if device is not None else w13.data.device
     problem = Problem(
         num_local_experts=num_local_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         activation=activation,
         has_bias=w13_bias is not None or w2_bias is not None,
-        device_type=w13.data.device.type,
+        device_type=device.type,
     )
     chosen = choose_backend(problem, backend)
-    packed = chosen.pack(w13, w2)
+    packed = chosen.pack(w13, w2, device)
     return ExpertWeights(
         packed.w13,
         packed.w2,
         activation,
         placement,
         chosen.name,
-        w13_bias,
-        w2_bias,
+        None if w13_bias is None else w13_bias.to(device),
+        None if w2_bias is None else w2_bias.to(device),
         packed.w13_factor,
         packed.w2_factor,
     )
@@ -81,13 +85,7 @@ def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: 
     GPU, rows beyond the schedule's last one hold anything.
     Raises ValueError where x does not fit the weights or the schedule.
     """
-    if x.format != "mxfp8" or x.shape != (schedule.num_tokens, weights.hidden_size):
-        raise ValueError(f"x: expected mxfp8 ({schedule.num_tokens}, {weights.hidden_size}), got {x.format} {x.shape}")
-    if schedule.num_local_experts != weights.num_local_experts:
-        raise ValueError(
-            f"schedule: expected {weights.num_local_experts} local experts as the weights, "
-            f"got {schedule.num_local_experts}"
-        )
+    _check_gate_up(x, schedule, weights)
     scratch = _scratch("out", out, schedule, weights.intermediate_size)
     return get_backend(weights.backend).gate_up(x, schedule, weights, scratch)
 
@@ -106,6 +104,36 @@ def down(
         raise ValueError(f"middle: expected mxfp8 {expected}, got {middle.format} {middle.shape}")
     buffer = _scratch("out", out, schedule, weights.hidden_size)
     return get_backend(weights.backend).down(middle, schedule, weights, buffer)
+
+
+def gemms(
+    x: MXTensor,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    middle: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``gate_up`` and ``down``, overlapping where the backend can; the same bits.
+
+    middle, rows: the scratch and the buffer that these take as ``out``.
+    Returns [R, H] float32 as ``down``.
+    """
+    together = get_backend(weights.backend).gemms
+    if together is None:
+        return down(gate_up(x, schedule, weights, middle), schedule, weights, rows)
+    _check_gate_up(x, schedule, weights)
+    scratch = _scratch("middle", middle, schedule, weights.intermediate_size)
+    return together(x, schedule, weights, scratch, _scratch("rows", rows, schedule, weights.hidden_size))
+
+
+def _check_gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights) -> None:
+    if x.format != "mxfp8" or x.shape != (schedule.num_tokens, weights.hidden_size):
+        raise ValueError(f"x: expected mxfp8 ({schedule.num_tokens}, {weights.hidden_size}), got {x.format} {x.shape}")
+    if schedule.num_local_experts != weights.num_local_experts:
+        raise ValueError(
+            f"schedule: expected {weights.num_local_experts} local experts as the weights, "
+            f"got {schedule.num_local_experts}"
+        )
 
 
 def _scratch(name: str, out: torch.Tensor | None, schedule: ExpertSchedule, width: int) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rankmoe.backends import get_backend
 from rankmoe.combine import combine
-from rankmoe.experts import down, gate_up
+from rankmoe.experts import gemms
 from rankmoe.front import check_same_tokens, route_quantize
 from rankmoe.pack import IdSpace, id_space
 from rankmoe.schedule import schedule_routing
@@ -36,8 +37,32 @@ class Workspace:
             rows=torch.empty(num_rows, weights.hidden_size, dtype=torch.float32, device=device),
         )
 
+    def check(self, num_tokens: int, top_k: int, weights: ExpertWeights) -> None:
+        """Raise ValueError unless the buffers hold what ``num_tokens`` tokens can need."""
+        num_rows = num_tokens * min(top_k, weights.num_local_experts)
+        for name, width in (("middle", weights.intermediate_size), ("rows", weights.hidden_size)):
+            buffer = getattr(self, name)
+            if buffer.dtype != torch.float32 or buffer.shape[0] < num_rows or buffer.shape[1] != width:
+                raise ValueError(
+                    f"workspace.{name}: expected float32 with at least {num_rows} rows of {width}, "
+                    f"got {tuple(buffer.shape)} {buffer.dtype}"
+                )
 
-def fused_moe(
+
+class ExpertRows(NamedTuple):
+    """The expert rows before the combine, for a caller whose all-reduce does it on the way (deferred finalize).
+
+    rows: [R, H] float32. Output of the down GEMM, one row a (expert, token) pair.
+    schedule: its ``slot_rows`` [T, K] say which row each slot adds, -1 where another rank has it.
+    topk_weights: [T, K] float32. ``combine(rows, topk_weights, schedule)`` finishes the layer.
+    """
+
+    rows: torch.Tensor
+    schedule: ExpertSchedule
+    topk_weights: torch.Tensor
+
+
+def expert_rows(
     x: MXTensor,
     routing: Routing,
     weights: ExpertWeights,
@@ -47,16 +72,15 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     schedule: ExpertSchedule | None = None,
     workspace: Workspace | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Run this rank's experts on quantised rows.
+) -> ExpertRows:
+    """Run this rank's experts on quantised rows and leave the combine to the caller.
 
     x: [T, H] mxfp8.
     routing: its packed ids are read where present, else its global ids; its float32 weights are always the ones used.
     num_experts, local_expert_offset, expert_map: the space of those ids, see ``build_schedule``. Rank-local packed ids
         take ``rank_local_num_experts(...)`` and 0.
     schedule: where the front made it already; else it is made here.
-    Returns [T, H] ``out_dtype``: this rank's part of the sum.
+    workspace: its ``rows`` hold the result until the next call with it.
     Raises ValueError where rank-local packed ids would be read in another id space than their own.
     """
     if routing.local_range is not None:
@@ -74,9 +98,37 @@ def fused_moe(
             local_expert_offset=local_expert_offset,
             expert_map=expert_map,
         )
-    middle = gate_up(x, schedule, weights, workspace.middle if workspace else None)
-    rows = down(middle, schedule, weights, workspace.rows if workspace else None)
-    return combine(rows, routing.topk_weights, schedule, out_dtype)
+    scratch = (workspace.middle, workspace.rows) if workspace else (None, None)
+    return ExpertRows(gemms(x, schedule, weights, *scratch), schedule, routing.topk_weights)
+
+
+def fused_moe(
+    x: MXTensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    num_experts: int,
+    local_expert_offset: int = 0,
+    expert_map: torch.Tensor | None = None,
+    schedule: ExpertSchedule | None = None,
+    workspace: Workspace | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Run this rank's experts on quantised rows, and combine; arguments and errors as ``expert_rows``.
+
+    Returns [T, H] ``out_dtype``: this rank's part of the sum.
+    """
+    result = expert_rows(
+        x,
+        routing,
+        weights,
+        num_experts=num_experts,
+        local_expert_offset=local_expert_offset,
+        expert_map=expert_map,
+        schedule=schedule,
+        workspace=workspace,
+    )
+    return combine(result.rows, result.topk_weights, result.schedule, out_dtype)
 
 
 def routed_moe(
@@ -125,6 +177,7 @@ def routed_moe(
     )
     if masked is not None and front.expert_token_mask is not None:
         workspace = workspace or Workspace.allocate(num_tokens, config.top_k, weights)
+        workspace.check(num_tokens, config.top_k, weights)
         scratch = (workspace.middle, workspace.rows)
         return masked(front.x, front.routing, front.expert_token_mask, weights, *scratch, out_dtype)
     routing, space = front.routing, IdSpace(placement.num_experts, 0)

@@ -79,7 +79,7 @@ def unpack(packed: MXTensor, num_outputs: int, num_inputs: int, *, is_gate_up: b
 def test_the_packed_layout_holds_every_weight(intermediate_size, hidden_size):
     w13 = random_mxfp4(2, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(0, 128))
     w2 = random_mxfp4(2, hidden_size, intermediate_size, seed=2, scale_bytes=(100, 128))
-    packed = experts_cuda.pack(w13, w2)
+    packed = experts_cuda.pack(w13, w2, torch.device("cpu"))
     assert packed.w13_factor is packed.w2_factor is None
     assert (packed.w13.shape, packed.w2.shape) == (w13.shape, w2.shape)
     for got, weight, is_gate_up in ((packed.w13, w13, True), (packed.w2, w2, False)):
@@ -251,29 +251,16 @@ def test_all_scale_bytes_and_codes_are_exact():
     codes = torch.arange(16, dtype=torch.uint8)
     data = (codes | (codes.roll(1) << 4)).expand(255, 64, 16).contiguous()
     w2 = MXTensor(data, bytes_[:, None, None].expand(255, 64, 1).contiguous(), "mxfp4")
-    packed = experts_cuda.pack(random_mxfp4(255, 64, 64), w2)
+    packed = experts_cuda.pack(random_mxfp4(255, 64, 64), w2, torch.device("cuda"))
     placement = ExpertPlacement(255, 1, 0)
-    weights = ExpertWeights(on_gpu_buffer(packed.w13), on_gpu_buffer(packed.w2), SiTU(), placement, "cuda")
+    weights = ExpertWeights(packed.w13, packed.w2, SiTU(), placement, "cuda", w2_factor=packed.w2_factor)
     assert packed.w2_factor is not None
-    weights = dataclasses.replace(weights, w2_factor=packed.w2_factor.cuda())
     ids = torch.arange(255).expand(32, 255).contiguous().cuda()
     schedule = build_schedule(ids, 255, num_experts=255)
     one_hot = torch.eye(32).repeat(255, 1)
     middle = MXTensor(one_hot.to(torch.float8_e4m3fn), torch.full((255 * 32, 1), 127, dtype=torch.uint8), "mxfp8")
     rows = down(on_gpu(middle), schedule, weights).view(255, 32, 64).cpu()
     assert torch.equal(rows, reference.dequantize(w2).float().transpose(1, 2))
-
-
-def on_gpu_buffer(packed: MXTensor) -> MXTensor:
-    """Both parts of a packed tensor, still in one buffer an expert."""
-    nbytes = packed.data.stride(0)
-    buffer = packed.data.as_strided((packed.data.shape[0], nbytes), (nbytes, 1)).cuda()
-    num_codes = packed.data[0].numel()
-    return MXTensor(
-        buffer[:, :num_codes].view(packed.data.shape),
-        buffer[:, num_codes : num_codes + packed.scale[0].numel()].view(packed.scale.shape),
-        "mxfp4",
-    )
 
 
 @pytest.mark.gpu
@@ -525,13 +512,16 @@ def test_rows_beyond_the_valid_ones_are_zero_and_may_hold_nan():
 @needs_gpu
 def test_packing_takes_little_beside_the_packed_weights():
     placement = ExpertPlacement(16, 1, 0)
-    w13, w2 = on_gpu(random_mxfp4(16, 2048, 2048)), on_gpu(random_mxfp4(16, 2048, 1024))
+    w13, w2 = random_mxfp4(16, 2048, 2048), random_mxfp4(16, 2048, 1024)
+    expected = pack_experts(on_gpu(w13), on_gpu(w2), SiTU(), placement, backend="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weights = pack_experts(w13, w2, SiTU(), placement, backend="cuda")
+    weights = pack_experts(w13, w2, SiTU(), placement, backend="cuda", device="cuda")
     extra = torch.cuda.max_memory_allocated() - before - weights.nbytes
-    assert 0 <= extra <= weights.nbytes // 16 * 2
+    assert 0 <= extra <= weights.nbytes // 16  # one expert
+    assert_bitwise_equal(weights.w13, expected.w13)
+    assert_bitwise_equal(weights.w2, expected.w2)
 
 
 @pytest.mark.gpu
@@ -566,6 +556,16 @@ def test_weights_beyond_4_gib_and_2_to_the_31_elements_reach_the_last_expert():
     expected = fused_moe(x, only, alone, num_experts=1)
     assert expected.any()
     assert_bitwise_equal(fused_moe(x, last, weights, num_experts=num_experts), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_workspace_that_is_too_small_is_refused_before_a_launch():
+    weights = move(random_experts(ExpertPlacement(16, 1, 0), 128, 64, backend="reference"))
+    hidden_states, logits = (t.cuda() for t in random_batch(8, 16, 128))
+    small = Workspace.allocate(7, 4, weights)
+    with pytest.raises(ValueError, match=r"workspace.middle: expected float32 with at least 32 rows of 64, got \(28"):
+        routed_moe(hidden_states, logits, weights, RouterConfig(4), workspace=small)
 
 
 @pytest.mark.gpu

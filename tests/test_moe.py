@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rankmoe.pack
 from rankmoe import reference
-from rankmoe.moe import Workspace, fused_moe, routed_moe
+from rankmoe.moe import Workspace, expert_rows, fused_moe, routed_moe
 from rankmoe.pack import id_space, pack_topk
 from rankmoe.quantize import quantize_mxfp8
 from rankmoe.route import route
@@ -306,3 +306,20 @@ def test_a_schedule_for_another_batch_is_refused():
     schedule = build_schedule(routing.topk_ids[:8], 64, num_experts=64)
     with pytest.raises(ValueError, match=r"x: expected mxfp8 \(8, 64\), got mxfp8 \(9, 64\)"):
         fused_moe(quantize_mxfp8(hidden_states), routing, experts(), num_experts=64, schedule=schedule)
+
+
+# --- deferred finalize -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_tokens", [0, 5, 70])
+def test_the_combine_can_be_left_to_the_caller(num_tokens):
+    weights = experts(4, 1)
+    hidden_states, logits = random_batch(num_tokens, NUM_EXPERTS)
+    x, routing = quantize_mxfp8(hidden_states), route(logits, CONFIG, BIAS)
+    space = {"num_experts": NUM_EXPERTS, "local_expert_offset": 16}
+    deferred = expert_rows(x, routing, weights, **space)
+    assert deferred.schedule.slot_rows.shape == (num_tokens, 8)
+    total = torch.zeros(num_tokens, 64)
+    for token, slots in enumerate(deferred.schedule.slot_rows.tolist()):
+        for slot, row in enumerate(slots):
+            if row >= 0:
+                total[token] += deferred.topk_weights[token, slot] * deferred.rows[row]
+    assert_bitwise_equal(total.bfloat16(), fused_moe(x, routing, weights, **space))

@@ -22,7 +22,7 @@ TILE_ELEMENTS = 256 * 1024
 MAX_SCALE_BYTE = 252
 
 
-def pack(w13: MXTensor, w2: MXTensor) -> PackedExperts:
+def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
     """Keep the checkpoint's layout. Raises ValueError for a scale that float32 arithmetic cannot hold."""
     for name, tensor in (("w13", w13), ("w2", w2)):
         for expert, scale in enumerate(tensor.scale):

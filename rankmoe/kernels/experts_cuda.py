@@ -117,14 +117,15 @@ def covered(problem: Problem) -> bool:
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
-def pack(w13: MXTensor, w2: MXTensor) -> PackedExperts:
-    """Checkpoint order to the kernel's order, a few tiles at a time.
+def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+    """Checkpoint order to the kernel's order on a device, an expert at a time and a few tiles of it at once.
 
     ``data`` and ``scale`` of a packed tensor have the logical shape and are the two parts of an expert's buffer; codes
     and scales are interleaved in it, so neither part means anything alone.
     Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
     """
-    (packed_w13, w13_factor), (packed_w2, w2_factor) = _pack_one("w13", w13, True), _pack_one("w2", w2, False)
+    packed_w13, w13_factor = _pack_one("w13", w13, True, device)
+    packed_w2, w2_factor = _pack_one("w2", w2, False, device)
     return PackedExperts(packed_w13, packed_w2, w13_factor, w2_factor)
 
 
@@ -133,15 +134,17 @@ def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // TILE) * -(-num_inputs // STEP) * 2 * HALF_BYTES
 
 
-def _pack_one(name: str, tensor: MXTensor, is_gate_up: bool) -> tuple[MXTensor, torch.Tensor | None]:
+def _pack_one(
+    name: str, tensor: MXTensor, is_gate_up: bool, device: torch.device
+) -> tuple[MXTensor, torch.Tensor | None]:
     num_experts, num_outputs, num_inputs = tensor.shape
-    device, num_tiles, num_steps = tensor.data.device, -(-num_outputs // TILE), -(-num_inputs // STEP)
+    num_tiles, num_steps = -(-num_outputs // TILE), -(-num_inputs // STEP)
     buffer = torch.empty(num_experts, expert_nbytes(num_outputs, num_inputs), dtype=torch.uint8, device=device)
     rows = _rows_of_tiles(num_outputs, is_gate_up).to(device)
     table = _code_table().to(device)
     shifts = torch.zeros(num_experts, dtype=torch.int32)
     for expert in range(num_experts):
-        weight = tensor[expert]
+        weight = tensor[expert].to(device)
         scale, shifts[expert] = stored_scales(name, expert, weight)
         slots = buffer[expert].view(num_tiles, num_steps, 2, HALF_BYTES)
         for first in range(0, num_tiles, _TILES_AT_ONCE):
@@ -251,6 +254,13 @@ def down(
     if out.numel():
         _launch(_Stage(weights, False), middle, _Source.of(schedule), None, rows, config, is_chained)
     return rows
+
+
+def gemms(
+    x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, middle: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """gate_up and down, whose weights are fetched while gate_up still runs; scratch as theirs. [R, H] float32."""
+    return down(gate_up(x, schedule, weights, middle), schedule, weights, rows, is_chained=True)
 
 
 def middle_in(out: torch.Tensor) -> MXTensor:

@@ -53,12 +53,12 @@ def approximated(problem: Problem) -> bool:
     return problem.device_type == "cuda" and problem.num_local_experts > 0 and not any(s % SIZE_MULTIPLE for s in sizes)
 
 
-def pack(w13: MXTensor, w2: MXTensor) -> PackedExperts:
-    """Checkpoint order to humming's order, one expert at a time.
+def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+    """Checkpoint order to humming's order on a GPU, one expert at a time.
 
     Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
     """
-    (packed_w13, w13_factor), (packed_w2, w2_factor) = _pack_one("w13", w13), _pack_one("w2", w2)
+    (packed_w13, w13_factor), (packed_w2, w2_factor) = _pack_one("w13", w13, device), _pack_one("w2", w2, device)
     return PackedExperts(packed_w13, packed_w2, w13_factor, w2_factor)
 
 
@@ -178,20 +178,21 @@ def _layer_config(
     )
 
 
-def _pack_one(name: str, tensor: MXTensor) -> tuple[MXTensor, torch.Tensor]:
+def _pack_one(name: str, tensor: MXTensor, device: torch.device) -> tuple[MXTensor, torch.Tensor]:
     """One weight tensor in humming's order, and the factor of each expert [L] or row [L, out]."""
     from humming.transform import transform_humming_tensors
 
     num_experts, num_outputs, num_inputs = tensor.shape
-    device = tensor.data.device
     ranges = [check_scales(name, expert, tensor[expert]) for expert in range(num_experts)]
     is_factor_per_row = any(whole >= SCALE_OCTAVES for whole in ranges)
     config = _layer_config(1, num_outputs, num_inputs, is_factor_per_row, device)
-    packed = MXTensor(torch.empty_like(tensor.data), torch.empty_like(tensor.scale), "mxfp4")
+    data, scale = (torch.empty(t.shape, dtype=torch.uint8, device=device) for t in (tensor.data, tensor.scale))
+    packed = MXTensor(data, scale, "mxfp4")
     factors = []
     for expert in range(num_experts):
-        weight = tensor.data[expert][None].contiguous().view(torch.int32)
-        scale = neutral_scales(tensor[expert], per_row=is_factor_per_row)[None]
+        own = tensor[expert].to(device)
+        weight = own.data[None].contiguous().view(torch.int32)
+        scale = neutral_scales(own, per_row=is_factor_per_row)[None]
         with torch.cuda.device(device):
             outputs = transform_humming_tensors(config, {"weight": weight, "weight_scale": scale}, already_padded=True)
         packed.data[expert] = outputs["weight"].view(torch.uint8).view(num_outputs, -1)
