@@ -23,8 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from rankmoe.bench.front import markdown_table  # noqa: E402
-from rankmoe.bench.record import Record, device_name  # noqa: E402
+from rankmoe.bench.front import table_rows  # noqa: E402
+from rankmoe.bench.record import Record, device_name, markdown  # noqa: E402
 from rankmoe.bench.timing import Launches, capture_launches, time_launches  # noqa: E402
 from rankmoe.kernels import front_cuda, nvrtc  # noqa: E402
 from rankmoe.kernels.front_cuda import FrontVariant  # noqa: E402
@@ -250,7 +250,7 @@ def main() -> None:
     profiles = {f"{t} tokens, {s}": profile_marks(t, s) for t in DETAIL_TOKENS for s in ("none", "masks")}
     record = Record("front-variants", "kimi-k3", device_name("cuda"), rows, notes={"cycles": profiles})
     record.write(arguments.out / "front-variants.json")
-    print(markdown_table(record))
+    print(markdown(table_rows(record)))
     for name, marks in profiles.items():
         print(f"cycles, {name}: " + ", ".join(f"{k} {v:.0f}" for k, v in marks.items()))
     print(f"{time.perf_counter() - began:.0f} s; failures {len(failures)}")

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rankmoe.bench.front import markdown_table
-from rankmoe.bench.record import Record
+from rankmoe.bench import front, layer_cuda
+from rankmoe.bench.record import Record, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,18 +30,22 @@ def table_of(name: str) -> str:
     """A record's table, and a line on where it was measured."""
     values = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     record = Record(**values)
-    table = markdown_table(record) if record.bench.startswith("front") else _layer_table(record)
+    table = markdown(_rows_of(record))
     versions = ", ".join(f"{key} {value}" for key, value in record.versions.items() if key != "rankmoe")
     return f"{table}\n\n{record.device}, {record.date}, commit {record.commit}, {versions}."
 
 
-def _layer_table(record: Record) -> str:
-    lines = ["| tokens | active experts | variant | stage | ms | spread | GB/s |", "|---|---|---|---|---|---|---|"]
+def _rows_of(record: Record) -> list[list[str]]:
+    if record.bench.startswith("front"):
+        return front.table_rows(record)
+    if any("routing" in row for row in record.rows):
+        return layer_cuda.table_rows(record)
+    rows = [["tokens", "active experts", "variant", "stage", "ms", "spread", "GB/s"]]
     for row in record.rows:
         cells: list[Any] = [row["tokens"], row["active_experts"], row["variant"], row["stage"]]
         cells += [f"{row['us'] / 1e3:.1f}", f"{row['spread'] / 1e3:.1f}", f"{row['bytes'] / row['us'] / 1e3:.2f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append([str(cell) for cell in cells])
+    return rows
 
 
 def main() -> None:

@@ -271,22 +271,35 @@ def _generate_json(result: Any) -> dict[str, Any]:
 def bench_layer(
     model: _MODEL = "kimi-k3",
     ep: _EP = 8,
-    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "8",
-    device: Annotated[str, typer.Option(help="Where to run; cpu.")] = "cpu",
+    tokens: Annotated[
+        str | None, typer.Option(help="Token counts, separated by commas; 1 to 64 on a GPU and 8 on a CPU by default.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    routing: Annotated[
+        str, typer.Option(help="On a GPU: uniform, or skewed, where few experts get most tokens.")
+    ] = "uniform",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each stage; the median is reported.")] = 5,
     output: Annotated[Path | None, typer.Option(help="Where to write the JSON record; nowhere by default.")] = None,
     as_json: _JSON = False,
 ) -> None:
     """Time one rank's routed layer on random MXFP4 weights of the model's real size.
 
-    Needs memory for the weights (Kimi-K3 on EP8: 1.97 GB). Example: `rankmoe bench layer --device cpu --tokens 8`
+    On a GPU: every engine that covers the shape, beside reading the touched weights once (floor) and beside library
+    parts put together (composition, with humming-kernels installed). Needs memory for the weights (Kimi-K3 on EP8:
+    1.97 GB), on a GPU once more for each engine. Example: `rankmoe bench layer --device cpu --tokens 8`
     """
+    import torch
+
     from rankmoe.bench.layer import LayerOptions, run
     from rankmoe.models.presets import get_preset
 
-    if device != "cpu":
-        raise ValueError(f"device: expected cpu, got {device!r}")
-    options = LayerOptions(get_preset(model), ep, _numbers("tokens", tokens), repeats)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    if device == "cuda":
+        _bench_layer_cuda(model, ep, tokens, routing, repeats, output, as_json)
+        return
+    options = LayerOptions(get_preset(model), ep, _numbers("tokens", tokens or "8"), repeats)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("making random experts", total=None)
         record = run(options, lambda done, total: progress.update(task, completed=done, total=total))
@@ -320,6 +333,31 @@ def bench_layer(
     )
 
 
+def _bench_layer_cuda(
+    model: str, ep: int, tokens: str | None, routing: str, repeats: int, output: Path | None, as_json: bool
+) -> None:
+    from rankmoe.bench.layer_cuda import ROUTINGS, LayerCudaOptions, run, table_rows
+    from rankmoe.models.presets import get_preset
+
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+    counts = _numbers("tokens", tokens or "1,2,4,8,16,32,64")
+    errors = Console(stderr=True)
+    try:
+        options = LayerCudaOptions(get_preset(model), ep, counts, routing, repeats)
+        record = run(options, lambda text: errors.print(text, highlight=False))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if output is not None:
+        record.write(output)
+    if as_json:
+        print(record.to_json(), end="")
+        return
+    console = Console()
+    console.print(f"{model}, EP {ep}, rank 0, {routing} routing, on {record.device}: medians", highlight=False)
+    _print_table(console, table_rows(record))
+
+
 @bench.command("front")
 def bench_front(
     model: _MODEL = "kimi-k3",
@@ -334,7 +372,8 @@ def bench_front(
 
     Checks every variant first, then times graph replays. Example: `rankmoe bench front --tokens 8,16,24`
     """
-    from rankmoe.bench.front import FrontOptions, markdown_table, run, table_rows
+    from rankmoe.bench.front import FrontOptions, run, table_rows
+    from rankmoe.bench.record import markdown as as_markdown
     from rankmoe.models.presets import get_preset
 
     try:
@@ -344,15 +383,19 @@ def bench_front(
     if output is not None:
         record.write(output)
     if markdown is not None:
-        markdown.write_text(markdown_table(record) + "\n")
+        markdown.write_text(as_markdown(table_rows(record)) + "\n")
     if as_json:
         print(record.to_json(), end="")
         return
     console = Console()
     console.print(f"{model}, EP {ep}, on {record.device}: microseconds of one launch, medians", highlight=False)
-    header, *rows = table_rows(record)
+    _print_table(console, table_rows(record))
+
+
+def _print_table(console: Console, rows: list[list[str]]) -> None:
+    header, *body = rows
     table = Table(*header)
-    for cells in rows:
+    for cells in body:
         table.add_row(*cells)
     console.print(table)
 

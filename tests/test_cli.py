@@ -48,7 +48,7 @@ def test_check_exits_with_0_and_with_1_where_the_relabelling_is_broken(monkeypat
         (["info", "--model", "gpt-2"], "rankmoe: model: expected one of kimi-k3"),
         (["info", "--batch", "1,x"], "rankmoe: batch: expected whole numbers"),
         (["info", "--ep", "1000"], "rankmoe: ep_size: expected 1 to num_experts=896, got 1000"),
-        (["bench", "layer", "--device", "tpu"], "rankmoe: device: expected cpu, got 'tpu'"),
+        (["bench", "layer", "--device", "tpu"], "rankmoe: device: expected cpu or cuda, got 'tpu'"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

@@ -214,9 +214,3 @@ def table_rows(record: Record) -> list[list[str]]:
     names = dict.fromkeys(row["variant"] for row in record.rows)
     rows = [[name, *(values.get((name, count), "") for count in counts)] for name in names]
     return [["us at T =", *map(str, counts)], *rows]
-
-
-def markdown_table(record: Record) -> str:
-    """``table_rows`` in Markdown."""
-    header, *rows = ("| " + " | ".join(cells) + " |" for cells in table_rows(record))
-    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows])

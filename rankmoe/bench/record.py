@@ -86,3 +86,9 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return recorded_commit() or "unknown"
     return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table in Markdown; the first row is the header."""
+    header, *body = ("| " + " | ".join(cells) + " |" for cells in rows)
+    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *body])

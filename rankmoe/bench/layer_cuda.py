@@ -1,0 +1,321 @@
+"""`rankmoe bench layer` on a GPU: every engine beside the floor and beside a composition of library parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rankmoe.activation import apply_activation
+from rankmoe.backends import backend_names, get_backend
+from rankmoe.bench.record import Record, device_name
+from rankmoe.bench.timing import capture_launches, time_launches
+from rankmoe.combine import combine
+from rankmoe.experts import down, gate_up, gemms, pack_experts
+from rankmoe.front import FrontResult, route_quantize
+from rankmoe.models.presets import ModelPreset
+from rankmoe.moe import Workspace, routed_moe
+from rankmoe.pack import id_space
+from rankmoe.quantize import dequantize, quantize_mxfp8
+from rankmoe.schedule import schedule_routing
+from rankmoe.types import GROUP_SIZE, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
+
+#: How logits are drawn.
+ROUTINGS = ("uniform", "skewed")
+#: Routings that take turns, the same ones for every variant.
+NUM_ROUTINGS = 6
+#: Launches of a captured graph.
+NUM_LAUNCHES = 24
+#: Engines by the name they have in records; the peer is made of humming's GEMMs.
+ENGINES = {"native": "cuda", "triton": "triton", "humming": "humming"}
+COMPOSITION_ENGINE = "humming"
+#: Relative L2 of a layer's output from float64; engines that round each GEMM's output to bfloat16 have the wider one.
+TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 1.5e-2
+_SCALE_BYTES = (118, 123)
+
+
+@dataclass(frozen=True)
+class LayerCudaOptions:
+    """What to measure: rank 0 of ``ep_size``, at each token count.
+
+    routing: ``uniform`` logits, or ``skewed`` ones, where an expert's popularity falls as 1 / rank.
+    rounds: measurements of each variant; the median is reported.
+    """
+
+    preset: ModelPreset
+    ep_size: int
+    token_counts: Sequence[int]
+    routing: str = "uniform"
+    rounds: int = 15
+    seed: int = 0
+
+
+def skewed_bias(num_experts: int, seed: int = 0) -> torch.Tensor:
+    """[E] float32. Added to random logits, it makes the n-th most popular expert about 1 / n as likely as the first."""
+    generator = torch.Generator().manual_seed(seed)
+    rank = torch.randperm(num_experts, generator=generator) + 1
+    bias = -rank.float().log()
+    return bias - bias.mean()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One routing: inputs and what the front makes of them."""
+
+    hidden_states: torch.Tensor
+    router_logits: torch.Tensor
+    front: FrontResult
+    schedule: ExpertSchedule
+
+
+@dataclass
+class _Experts:
+    """Checkpoint-order weights, the floor's buffers of the same sizes, and the engines' packed weights."""
+
+    w13: MXTensor
+    w2: MXTensor
+    biases: dict[str, torch.Tensor]
+    engines: dict[str, ExpertWeights] = field(default_factory=dict)
+
+
+def run(options: LayerCudaOptions, progress: Callable[[str], None] | None = None) -> Record:
+    """Check every variant's output, then measure. Returns the record, rows as docs/benchmarks.md has them.
+
+    Raises RuntimeError without a GPU, and, before anything is timed, where a variant's output is wrong.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("bench layer: expected a CUDA device, found none; --device cpu needs none")
+    report = progress or (lambda text: None)
+    placement = ExpertPlacement(options.preset.num_experts, options.ep_size, 0)
+    report("making random experts")
+    experts = _random_experts(options, placement)
+    rows: list[dict[str, object]] = []
+    for num_tokens in options.token_counts:
+        report(f"{num_tokens} tokens")
+        rows += _measure(options, placement, experts, num_tokens)
+    notes = {"ep_size": options.ep_size, "engines": sorted(experts.engines), "weight_bytes": _nbytes(experts)}
+    return Record("layer", options.preset.name, device_name("cuda"), rows, notes=notes)
+
+
+def _nbytes(experts: _Experts) -> int:
+    return experts.w13.nbytes + experts.w2.nbytes
+
+
+def _random_experts(options: LayerCudaOptions, placement: ExpertPlacement) -> _Experts:
+    preset, num_experts = options.preset, placement.num_local_experts
+    generator = torch.Generator("cuda").manual_seed(options.seed)
+
+    def random_weight(num_outputs: int, num_inputs: int) -> MXTensor:
+        shape = (num_experts, num_outputs, num_inputs)
+        data = torch.empty(*shape[:2], num_inputs // 2, dtype=torch.uint8, device="cuda")
+        data.view(torch.int64).random_(generator=generator)
+        scale = torch.empty(*shape[:2], num_inputs // GROUP_SIZE, dtype=torch.uint8, device="cuda")
+        return MXTensor(data, scale.random_(_SCALE_BYTES[0], _SCALE_BYTES[1] + 1, generator=generator), "mxfp4")
+
+    hidden_size, intermediate_size = preset.hidden_size, preset.intermediate_size
+    experts = _Experts(
+        random_weight(2 * intermediate_size, hidden_size), random_weight(hidden_size, intermediate_size), {}
+    )
+    if preset.has_bias:
+        for name, width in (("w13_bias", 2 * intermediate_size), ("w2_bias", hidden_size)):
+            experts.biases[name] = torch.randn(num_experts, width, device="cuda", generator=generator)
+    problem = Problem(num_experts, hidden_size, intermediate_size, preset.activation, preset.has_bias, "cuda")
+    for name, backend_name in ENGINES.items():
+        if backend_name not in backend_names():
+            continue
+        backend = get_backend(backend_name)
+        if backend.available() and (backend.covered(problem) or backend.approximated(problem)):
+            experts.engines[name] = pack_experts(
+                experts.w13,
+                experts.w2,
+                preset.activation,
+                placement,
+                w13_bias=experts.biases.get("w13_bias"),
+                w2_bias=experts.biases.get("w2_bias"),
+                backend=backend_name,
+            )
+    return experts
+
+
+def _random_batches(options: LayerCudaOptions, placement: ExpertPlacement, num_tokens: int) -> list[_Batch]:
+    preset = options.preset
+    generator = torch.Generator("cuda").manual_seed(options.seed + num_tokens)
+    bias = skewed_bias(preset.num_experts, options.seed).cuda() if options.routing == "skewed" else 0.0
+    batches = []
+    for _ in range(NUM_ROUTINGS):
+        hidden_states = torch.randn(num_tokens, preset.hidden_size, device="cuda", generator=generator).bfloat16()
+        logits = torch.randn(num_tokens, preset.num_experts, device="cuda", generator=generator) + bias
+        front = route_quantize(logits, hidden_states, preset.router, local_range=placement.local_range)
+        assert front.schedule is not None, "a contiguous placement has a range"
+        batches.append(_Batch(hidden_states, logits, front, front.schedule))
+    return batches
+
+
+def _measure(
+    options: LayerCudaOptions, placement: ExpertPlacement, experts: _Experts, num_tokens: int
+) -> list[dict[str, object]]:
+    batches = _random_batches(options, placement, num_tokens)
+    variants = _floor(experts, batches)
+    for name, weights in experts.engines.items():
+        variants |= _engine(options, name, weights, batches)
+    if COMPOSITION_ENGINE in experts.engines:
+        variants |= _composition(options, experts.engines[COMPOSITION_ENGINE], placement, batches)
+    expected = _layer_float64(options, experts, batches[0])
+    for (variant, stage), call in variants.items():
+        if stage == "layer":
+            _check(variant, call(0), expected, is_rounded=variant in ("humming", "composition"))
+    launches = {f"{v}/{s}": capture_launches(call, NUM_ROUTINGS, NUM_LAUNCHES) for (v, s), call in variants.items()}
+    timings = time_launches(launches, options.rounds, 2)
+    num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / NUM_ROUTINGS
+    whole = _nbytes(experts)
+    parts = {"gate_up": experts.w13.nbytes, "down": experts.w2.nbytes}
+    rows: list[dict[str, object]] = []
+    for variant, stage in variants:
+        timing = timings[f"{variant}/{stage}"]
+        rows.append(
+            {
+                "tokens": num_tokens,
+                "routing": options.routing,
+                "variant": variant,
+                "stage": stage,
+                "us": round(timing.us, 2),
+                "spread": round(timing.spread, 2),
+                "bytes": int(parts.get(stage, whole) / placement.num_local_experts * num_active),
+                "active_experts": round(num_active, 1),
+            }
+        )
+    return rows
+
+
+_Variants = dict[tuple[str, str], Callable[[int], torch.Tensor | MXTensor]]
+
+
+def _floor(experts: _Experts, batches: list[_Batch]) -> _Variants:
+    """Reading the touched experts' bytes once: codes and scales of one GEMM's weight, and of both."""
+    from rankmoe.kernels import read_triton
+
+    buffers = {}
+    for stage, weight in (("gate_up", experts.w13), ("down", experts.w2)):
+        num_experts = weight.shape[0]
+        words = torch.cat([weight.data.view(num_experts, -1), weight.scale.view(num_experts, -1)], dim=1)
+        buffers[stage] = words[:, : words.shape[1] // 8 * 8].contiguous().view(torch.int64)
+    sums = {
+        stage: torch.empty(read_triton.num_blocks_of(words), dtype=torch.int64, device="cuda")
+        for stage, words in buffers.items()
+    }
+
+    def read(stage: str) -> Callable[[int], torch.Tensor]:
+        return lambda i: read_triton.read_experts(buffers[stage], batches[i].schedule, sums[stage])
+
+    def read_both(i: int) -> torch.Tensor:
+        read("gate_up")(i)
+        return read("down")(i)
+
+    return {("floor", "gate_up"): read("gate_up"), ("floor", "down"): read("down"), ("floor", "gemms"): read_both}
+
+
+def _engine(options: LayerCudaOptions, name: str, weights: ExpertWeights, batches: list[_Batch]) -> _Variants:
+    """An engine's two GEMMs, both, and the whole layer from router logits."""
+    num_tokens, config = batches[0].hidden_states.shape[0], options.preset.router
+    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights) for _ in batches]
+    middles = [
+        gate_up(batch.front.x, batch.schedule, weights, torch.empty_like(workspace.middle))
+        for batch, workspace in zip(batches, workspaces, strict=True)
+    ]
+
+    def run_layer(i: int) -> torch.Tensor:
+        batch = batches[i]
+        return routed_moe(batch.hidden_states, batch.router_logits, weights, config, workspace=workspaces[i])
+
+    return {
+        (name, "gate_up"): lambda i: gate_up(batches[i].front.x, batches[i].schedule, weights, workspaces[i].middle),
+        (name, "down"): lambda i: down(middles[i], batches[i].schedule, weights, workspaces[i].rows),
+        (name, "gemms"): lambda i: gemms(
+            batches[i].front.x, batches[i].schedule, weights, workspaces[i].middle, workspaces[i].rows
+        ),
+        (name, "layer"): run_layer,
+    }
+
+
+def _composition(
+    options: LayerCudaOptions, weights: ExpertWeights, placement: ExpertPlacement, batches: list[_Batch]
+) -> _Variants:
+    """What can be put together from library parts: the front, a schedule pass over its packed ids, GEMM, activation and
+    quantisation, GEMM, combine, each a launch or more of its own."""
+    num_tokens, config = batches[0].hidden_states.shape[0], options.preset.router
+    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights) for _ in batches]
+    local_range = placement.local_range
+    assert local_range is not None
+
+    def run_layer(i: int) -> torch.Tensor:
+        batch, workspace = batches[i], workspaces[i]
+        front = route_quantize(
+            batch.router_logits, batch.hidden_states, config, local_range=local_range, schedule="none"
+        )
+        space = id_space(front.routing, placement.num_experts, local_range)
+        schedule = schedule_routing(
+            front.routing,
+            placement.num_local_experts,
+            num_experts=space.num_experts,
+            local_expert_offset=space.local_expert_offset,
+        )
+        middle = gate_up(front.x, schedule, weights, workspace.middle)
+        rows = down(middle, schedule, weights, workspace.rows)
+        return combine(rows, front.routing.topk_weights, schedule)
+
+    return {("composition", "layer"): run_layer}
+
+
+def _layer_float64(options: LayerCudaOptions, experts: _Experts, batch: _Batch) -> torch.Tensor:
+    """[T, H] float64 sums of the active experts over dequantised operands, the middle quantised as the rules say."""
+    schedule, x = batch.schedule, dequantize(batch.front.x, torch.float64)
+    num_rows = int(schedule.expert_offsets[-1])
+    rows = torch.zeros(num_rows + 1, x.shape[1], dtype=torch.float64, device=x.device)
+    offsets = schedule.expert_offsets.tolist()
+    for expert in range(schedule.num_local_experts):
+        own = slice(offsets[expert], offsets[expert + 1])
+        if own.start == own.stop:
+            continue
+        accumulators = x[schedule.row_tokens[own].long()] @ dequantize(experts.w13[expert], torch.float64).T
+        if experts.biases:
+            accumulators = accumulators + experts.biases["w13_bias"][expert].double()
+        middle = apply_activation(accumulators, options.preset.activation)
+        middle = dequantize(quantize_mxfp8(middle.float()), torch.float64)
+        rows[own] = middle @ dequantize(experts.w2[expert], torch.float64).T
+        if experts.biases:
+            rows[own] += experts.biases["w2_bias"][expert].double()
+    weights = torch.where(schedule.slot_rows >= 0, batch.front.routing.topk_weights, 0.0).double()
+    slots = torch.where(schedule.slot_rows >= 0, schedule.slot_rows, num_rows).long()
+    return (weights[..., None] * rows[slots]).sum(1)
+
+
+def _check(variant: str, got: torch.Tensor | MXTensor, expected: torch.Tensor, *, is_rounded: bool) -> None:
+    assert isinstance(got, torch.Tensor)
+    tolerance = ROUNDED_TOLERANCE if is_rounded else TOLERANCE
+    scale = expected.norm()
+    error = float((got.double() - expected).norm() / scale) if scale else float(got.double().norm())
+    if not error <= tolerance:
+        raise RuntimeError(f"{variant}: layer output is {error:.1e} from float64, allowed {tolerance:.1e}; not timed")
+
+
+def table_rows(record: Record) -> list[list[str]]:
+    """The record as a table: token counts in the first row, microseconds of each variant's stages, then ratios."""
+    counts = sorted({row["tokens"] for row in record.rows})
+    us = {(row["variant"], row["stage"], row["tokens"]): row["us"] for row in record.rows}
+    active = {row["tokens"]: row["active_experts"] for row in record.rows}
+
+    def times(variant: str, stage: str) -> list[float]:
+        return [us[variant, stage, count] for count in counts if (variant, stage, count) in us]
+
+    def ratios(name: str, over: tuple[str, str], under: tuple[str, str]) -> list[list[str]]:
+        pairs = list(zip(times(*over), times(*under), strict=False))
+        return [[name, *(f"{one / other:.2f}" for one, other in pairs)]] if pairs else []
+
+    rows = [["us at T =", *map(str, counts)], ["active experts", *(f"{active[count]:.1f}" for count in counts)]]
+    for variant, stage in dict.fromkeys((row["variant"], row["stage"]) for row in record.rows):
+        rows.append([f"{variant} {stage}", *(f"{value:.1f}" for value in times(variant, stage))])
+    layer = ("native", "layer")
+    rows += ratios("native layer / floor", layer, ("floor", "gemms"))
+    rows += ratios("composition layer / native layer", ("composition", "layer"), layer)
+    return rows + ratios("humming gemms / native gemms", ("humming", "gemms"), ("native", "gemms"))
