@@ -30,8 +30,9 @@ NUM_LAUNCHES = 24
 #: Engines by the name they have in records; the peer is made of humming's GEMMs.
 ENGINES = {"native": "cuda", "triton": "triton", "humming": "humming"}
 COMPOSITION_ENGINE = "humming"
-#: Relative L2 of a layer's output from float64; engines that round each GEMM's output to bfloat16 have the wider one.
-TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 1.5e-2
+#: Relative L2 of a layer's output from float64. An engine that rounds each GEMM's output to bfloat16 has the wider one:
+#: the rounding moves about one code in thirty of the middle to its neighbour, a sixteenth away.
+TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 3e-2
 _SCALE_BYTES = (118, 123)
 
 

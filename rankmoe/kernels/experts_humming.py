@@ -10,6 +10,7 @@ humming's form of MXFP4 weights for e4m3 activations folds a group's scale into 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -154,7 +155,36 @@ def _kernel(
 
     config = _layer_config(num_experts, num_outputs, num_inputs, is_factor_per_row, device)
     tuning = get_heuristics_config(config, shape_m=expected_rows, device=device, **_COMPUTE)
-    return HummingKernel.prepare_kernels(config.to_str(), json.dumps(_COMPUTE), json.dumps(tuning), device)
+
+    def prepare(tile: dict[str, tuple[int, int, int]]) -> torch.Tensor:
+        return HummingKernel.prepare_kernels(config.to_str(), json.dumps(_COMPUTE), json.dumps(tuning | tile), device)
+
+    for tile in _wider_tiles(tuning["block_shape"], num_outputs, expected_rows):
+        # Which tiles fit a shape is known to humming alone.
+        with contextlib.suppress(Exception):
+            return prepare(tile)
+    return prepare({})
+
+
+def _wider_tiles(
+    block_shape: tuple[int, int, int], num_outputs: int, expected_rows: int
+) -> list[dict[str, tuple[int, int, int]]]:
+    """What to change in humming's heuristics, best first: at few rows an expert they take 64 outputs.
+
+    On one NVIDIA H200 blocks of 256 outputs read a Kimi-K3 rank's w13 1.17 times as fast as blocks of 128 at 64
+    tokens, and blocks of 128 its w2 1.4 times as fast as blocks of 64.
+    """
+    block_m, _, block_k = block_shape
+    widths = [256, 128] if expected_rows >= _ROWS_FOR_WIDEST else [128]
+    return [
+        {"block_shape": (block_m, width, block_k), "warp_shape": (block_m, 32, block_k)}
+        for width in widths
+        if block_m == _FEW_ROWS and num_outputs % width == 0
+    ]
+
+
+#: The rows of humming's smallest block, and the expected rows of a rank from which the widest block is faster.
+_FEW_ROWS, _ROWS_FOR_WIDEST = 8, 16
 
 
 def _layer_config(
