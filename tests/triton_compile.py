@@ -71,7 +71,7 @@ def compile_expert_calls() -> None:
         activation_triton.activate_quantize(torch.zeros(128, 6144, dtype=dtype), activation, schedule, bias)
         rows_triton.widen_rows(torch.zeros(128, 6144).bfloat16(), schedule, bias, torch.zeros(128, 6144))
     words = torch.zeros(112, 9000, dtype=torch.int64)
-    read_triton.read_experts(words, schedule, torch.zeros(read_triton.num_blocks_of(words), dtype=torch.int64))
+    read_triton.read_experts(words, torch.arange(8), torch.zeros(8, 2, dtype=torch.int64))
     for dtype in (torch.bfloat16, torch.float32):
         combine_triton.combine(torch.zeros(128, 3584), torch.zeros(8, 16), schedule, dtype)
 

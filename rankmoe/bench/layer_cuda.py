@@ -201,13 +201,14 @@ def _floor(experts: _Experts, batches: list[_Batch]) -> _Variants:
         num_experts = weight.shape[0]
         words = torch.cat([weight.data.view(num_experts, -1), weight.scale.view(num_experts, -1)], dim=1)
         buffers[stage] = words[:, : words.shape[1] // 8 * 8].contiguous().view(torch.int64)
+    actives = [batch.schedule.expert_counts.nonzero().flatten() for batch in batches]
     sums = {
-        stage: torch.empty(read_triton.num_blocks_of(words), dtype=torch.int64, device="cuda")
+        stage: torch.empty(words.shape[0], read_triton.num_blocks_of(words), dtype=torch.int64, device="cuda")
         for stage, words in buffers.items()
     }
 
     def read(stage: str) -> Callable[[int], torch.Tensor]:
-        return lambda i: read_triton.read_experts(buffers[stage], batches[i].schedule, sums[stage])
+        return lambda i: read_triton.read_experts(buffers[stage], actives[i], sums[stage])
 
     def read_both(i: int) -> torch.Tensor:
         read("gate_up")(i)

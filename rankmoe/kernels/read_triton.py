@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from rankmoe.kernels import triton_support
-from rankmoe.types import ExpertSchedule
 
 available = triton_support.available
 
@@ -17,22 +16,23 @@ _WORDS_PER_BLOCK = 8192
 _WARPS = 8
 
 
-def num_blocks_of(experts: torch.Tensor) -> tuple[int, int]:
-    """(experts, blocks an expert) of the launch for [L, words] int64 ``experts``."""
-    return experts.shape[0], triton.cdiv(experts.shape[1], _WORDS_PER_BLOCK)
+def num_blocks_of(experts: torch.Tensor) -> int:
+    """Blocks that read one expert of [L, words] int64."""
+    return triton.cdiv(experts.shape[1], _WORDS_PER_BLOCK)
 
 
-def read_experts(experts: torch.Tensor, schedule: ExpertSchedule, sums: torch.Tensor) -> torch.Tensor:
-    """Add up the words of every expert that has a row.
+def read_experts(experts: torch.Tensor, active: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Add up the words of some experts.
 
     experts: [L, words] int64, contiguous.
-    sums: [L, blocks] int64, as ``num_blocks_of`` says. A block's sum; what belongs to an expert without rows is left.
+    active: [A] int64. The experts to read; no block is launched for another one.
+    sums: [A, blocks] int64, blocks as ``num_blocks_of`` says. A block's sum.
     Returns sums. One launch, no host sync.
     """
     with triton_support.on_device_of(experts):
-        _read_kernel[num_blocks_of(experts)](
+        _read_kernel[(active.shape[0], num_blocks_of(experts))](
             experts,
-            schedule.expert_offsets,
+            active,
             sums,
             experts.shape[1],
             words_per_block=_WORDS_PER_BLOCK,
@@ -42,12 +42,9 @@ def read_experts(experts: torch.Tensor, schedule: ExpertSchedule, sums: torch.Te
 
 
 @triton.jit
-def _read_kernel(experts, expert_offsets, sums, num_words, words_per_block: tl.constexpr):
+def _read_kernel(experts, active, sums, num_words, words_per_block: tl.constexpr):
     """One block of one expert."""
-    expert, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
-        return
+    expert, block = tl.load(active + tl.program_id(0)), tl.program_id(1)
     word = block * words_per_block + tl.arange(0, words_per_block)
-    source = experts + expert.to(tl.int64) * num_words + word
-    total = tl.sum(tl.load(source, mask=word < num_words, other=0))
-    tl.store(sums + expert * tl.num_programs(1) + block, total)
+    total = tl.sum(tl.load(experts + expert * num_words + word, mask=word < num_words, other=0))
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + block, total)
