@@ -20,7 +20,7 @@ def uses_programmatic_launch() -> bool:
 
 
 def recorded_commit() -> str | None:
-    """``RANKMOE_COMMIT``: the commit that benchmark records name where the package is no git checkout."""
+    """``RANKMOE_COMMIT``: the commit that benchmark records name, for a copy whose checkout does not know it."""
     return os.environ.get("RANKMOE_COMMIT")
 
 

@@ -69,14 +69,17 @@ def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "rankmoe": rankmoe.__version__}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    for name in ("cuda-bindings", "nvidia-cuda-nvrtc", "triton", "sglang"):
+    for name in ("cuda-bindings", "nvidia-cuda-nvrtc", "triton", "humming-kernels", "sglang"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
 
 
 def _commit() -> str:
-    """The checkout's commit, with ``+changes`` where files differ from it; outside one, what the environment says."""
+    """What the environment says, else the checkout's commit, with ``+changes`` where files differ from it."""
+    chosen = recorded_commit()
+    if chosen is not None:
+        return chosen
     git = ["git", "-C", str(Path(rankmoe.__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -84,7 +87,7 @@ def _commit() -> str:
             [*git, "status", "--porcelain", "--", "rankmoe"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return recorded_commit() or "unknown"
+        return "unknown"
     return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
