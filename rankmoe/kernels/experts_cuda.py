@@ -1,9 +1,9 @@
 """Host side of ``experts.cu``: the weights' layout, what the kernel covers, and its two launches.
 
 Layout of one expert's [out, in] weight: tiles of 64 outputs, in each tile steps of 128 inputs, in each step two halves.
-A half is one bulk copy: 32 outputs of the tile by 128 inputs in the order in which the 32 threads of a warp read them,
-16 bytes a thread and output, and then a scale byte for each of these. The eight codes of a word are spread so that a
-shift brings each pair to where bfloat16 has its sign and exponent.
+A step is one bulk copy; a half of it is 32 outputs of the tile by 128 inputs, in the order in which the 32 threads of a
+warp read them: 16 bytes a thread and output, and then a scale byte for each of these. The eight codes of a word are
+spread so that a shift brings each pair to where bfloat16 has its sign and exponent.
 """
 
 from __future__ import annotations
