@@ -440,8 +440,9 @@ __device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared
         }
       }
       step -= STEPS;
+      // Warps without a part wait and arrive, too: one that ran ahead by two items could not tell their phases apart.
+      wait_for(shared_address(&shared.is_finished[buffer]), buffer_parity);
       if (part < PARTIALS) {
-        wait_for(shared_address(&shared.is_finished[buffer]), buffer_parity);
         float* own = &shared.partial[buffer][part][0][0];
 #pragma unroll
         for (int block = 0; block < 4; ++block)
@@ -450,9 +451,9 @@ __device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared
             const int column = 2 * quad_thread + (i & 1);
             if (column < num_rows) own[partial_place(column, 32 * (i >> 1) + 8 * block + quad_row)] = sum[block][i];
           }
-        __syncwarp();
-        if (lane == 0) arrive(shared_address(&shared.is_summed[buffer]));
       }
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.is_summed[buffer]));
       if (++buffer == BUFFERS) {
         buffer = 0;
         buffer_parity ^= 1;
@@ -487,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) experts(const __gr
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (warp < WARPS && lane < DEPTH) initialize_barrier(shared_address(&shared.is_full[warp][lane]), 1);
   if (warp == WARPS && lane < BUFFERS) {
-    initialize_barrier(shared_address(&shared.is_summed[lane]), PARTIALS);
+    initialize_barrier(shared_address(&shared.is_summed[lane]), WARPS);
     initialize_barrier(shared_address(&shared.is_finished[lane]), FINISHERS);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
