@@ -291,8 +291,11 @@ def bench_layer(
     import torch
 
     from rankmoe.bench.layer import LayerOptions, run
+    from rankmoe.bench.layer_cuda import ROUTINGS
     from rankmoe.models.presets import get_preset
 
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device!r}")
@@ -336,17 +339,15 @@ def bench_layer(
 def _bench_layer_cuda(
     model: str, ep: int, tokens: str | None, routing: str, repeats: int, output: Path | None, as_json: bool
 ) -> None:
-    from rankmoe.bench.layer_cuda import ROUTINGS, LayerCudaOptions, run, table_rows
+    from rankmoe.bench.layer_cuda import BenchmarkError, LayerCudaOptions, run, table_rows
     from rankmoe.models.presets import get_preset
 
-    if routing not in ROUTINGS:
-        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
     counts = _numbers("tokens", tokens or "1,2,4,8,16,32,64")
     errors = Console(stderr=True)
     try:
         options = LayerCudaOptions(get_preset(model), ep, counts, routing, repeats)
         record = run(options, lambda text: errors.print(text, highlight=False))
-    except RuntimeError as error:
+    except BenchmarkError as error:
         raise ValueError(str(error)) from error
     if output is not None:
         record.write(output)

@@ -46,6 +46,10 @@ def test_the_table_has_a_column_a_token_count_and_the_ratios():
         ["humming gemms / native gemms", "1.50", "1.50"],
     ]
     assert markdown(table).splitlines()[1] == "|---|---|---|"
+    one_missing = [row for row in rows if (row["variant"], row["tokens"]) != ("native", 8)]
+    table = table_rows(Record("layer", "kimi-k3", "somewhere", one_missing))
+    assert ["native layer", "", "260.0"] in table
+    assert ["native layer / floor", "", "1.30"] in table
     without_peer = [row for row in rows if row["variant"] in ("floor", "native")]
     assert table_rows(Record("layer", "kimi-k3", "somewhere", without_peer))[-1][0] == "native layer / floor"
 

@@ -48,6 +48,7 @@ def test_check_exits_with_0_and_with_1_where_the_relabelling_is_broken(monkeypat
         (["info", "--model", "gpt-2"], "rankmoe: model: expected one of kimi-k3"),
         (["info", "--batch", "1,x"], "rankmoe: batch: expected whole numbers"),
         (["info", "--ep", "1000"], "rankmoe: ep_size: expected 1 to num_experts=896, got 1000"),
+        (["bench", "layer", "--routing", "all"], "rankmoe: routing: expected one of uniform, skewed, got 'all'"),
         (["bench", "layer", "--device", "tpu"], "rankmoe: device: expected cpu or cuda, got 'tpu'"),
     ],
 )
@@ -60,7 +61,20 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(arguments: list[str], message
 
 def test_bench_layer_writes_a_record_that_its_table_shows(tmp_path: Path, small_preset: str) -> None:
     path = tmp_path / "record.json"
-    arguments = ["bench", "layer", "--model", small_preset, "--ep", "2", "--tokens", "4,8", "--repeats", "2"]
+    arguments = [
+        "bench",
+        "layer",
+        "--device",
+        "cpu",
+        "--model",
+        small_preset,
+        "--ep",
+        "2",
+        "--tokens",
+        "4,8",
+        "--repeats",
+        "2",
+    ]
     result = CliRunner().invoke(app, [*arguments, "--output", str(path)])
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())

@@ -36,6 +36,10 @@ TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 3e-2
 _SCALE_BYTES = (118, 123)
 
 
+class BenchmarkError(RuntimeError):
+    """Why nothing was timed: no GPU, or a variant whose output is wrong."""
+
+
 @dataclass(frozen=True)
 class LayerCudaOptions:
     """What to measure: rank 0 of ``ep_size``, at each token count.
@@ -83,10 +87,10 @@ class _Experts:
 def run(options: LayerCudaOptions, progress: Callable[[str], None] | None = None) -> Record:
     """Check every variant's output, then measure. Returns the record, rows as docs/benchmarks.md has them.
 
-    Raises RuntimeError without a GPU, and, before anything is timed, where a variant's output is wrong.
+    Raises BenchmarkError without a GPU, and, before anything is timed, where a variant's output is wrong.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("bench layer: expected a CUDA device, found none; --device cpu needs none")
+        raise BenchmarkError("bench layer: expected a CUDA device, found none; --device cpu needs none")
     report = progress or (lambda text: None)
     placement = ExpertPlacement(options.preset.num_experts, options.ep_size, 0)
     report("making random experts")
@@ -162,10 +166,17 @@ def _measure(
         variants |= _engine(options, name, weights, batches)
     if COMPOSITION_ENGINE in experts.engines:
         variants |= _composition(options, experts.engines[COMPOSITION_ENGINE], placement, batches)
-    expected = _layer_float64(options, experts, batches[0])
-    for (variant, stage), call in variants.items():
-        if stage == "layer":
-            _check(variant, call(0), expected, is_rounded=variant in ("humming", "composition"))
+    # Each routing, since a rank may have no expert in one of few tokens.
+    for i, batch in enumerate(batches):
+        expected = _layer_float64(options, experts, batch)
+        for (variant, stage), call in variants.items():
+            got = call(i)
+            if stage == "gemms" and variant != "floor":
+                assert isinstance(got, torch.Tensor)
+                got = combine(got, batch.front.routing.topk_weights, batch.schedule)
+            elif stage != "layer":
+                continue
+            _check(f"{variant} {stage}", got, expected, is_rounded=variant in ("humming", "composition"))
     launches = {f"{v}/{s}": capture_launches(call, NUM_ROUTINGS, NUM_LAUNCHES) for (v, s), call in variants.items()}
     timings = time_launches(launches, options.rounds, 2)
     num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / NUM_ROUTINGS
@@ -298,7 +309,7 @@ def _check(variant: str, got: torch.Tensor | MXTensor, expected: torch.Tensor, *
     scale = expected.norm()
     error = float((got.double() - expected).norm() / scale) if scale else float(got.double().norm())
     if not error <= tolerance:
-        raise RuntimeError(f"{variant}: layer output is {error:.1e} from float64, allowed {tolerance:.1e}; not timed")
+        raise BenchmarkError(f"{variant}: the output is {error:.1e} from float64, allowed {tolerance:.1e}; not timed")
 
 
 def table_rows(record: Record) -> list[list[str]]:
@@ -307,16 +318,20 @@ def table_rows(record: Record) -> list[list[str]]:
     us = {(row["variant"], row["stage"], row["tokens"]): row["us"] for row in record.rows}
     active = {row["tokens"]: row["active_experts"] for row in record.rows}
 
-    def times(variant: str, stage: str) -> list[float]:
-        return [us[variant, stage, count] for count in counts if (variant, stage, count) in us]
+    def cells(values: dict[int, float], digits: int) -> list[str]:
+        return [f"{values[count]:.{digits}f}" if count in values else "" for count in counts]
+
+    def times(variant: str, stage: str) -> dict[int, float]:
+        return {count: us[variant, stage, count] for count in counts if (variant, stage, count) in us}
 
     def ratios(name: str, over: tuple[str, str], under: tuple[str, str]) -> list[list[str]]:
-        pairs = list(zip(times(*over), times(*under), strict=False))
-        return [[name, *(f"{one / other:.2f}" for one, other in pairs)]] if pairs else []
+        one, other = times(*over), times(*under)
+        both = {count: one[count] / other[count] for count in one if count in other}
+        return [[name, *cells(both, 2)]] if both else []
 
-    rows = [["us at T =", *map(str, counts)], ["active experts", *(f"{active[count]:.1f}" for count in counts)]]
+    rows = [["us at T =", *map(str, counts)], ["active experts", *cells(active, 1)]]
     for variant, stage in dict.fromkeys((row["variant"], row["stage"]) for row in record.rows):
-        rows.append([f"{variant} {stage}", *(f"{value:.1f}" for value in times(variant, stage))])
+        rows.append([f"{variant} {stage}", *cells(times(variant, stage), 1)])
     layer = ("native", "layer")
     rows += ratios("native layer / floor", layer, ("floor", "gemms"))
     rows += ratios("composition layer / native layer", ("composition", "layer"), layer)

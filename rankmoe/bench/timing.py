@@ -68,12 +68,16 @@ def capture_launches(run: Callable[[int], object], num_sets: int, num_launches: 
 def time_launches(variants: Mapping[str, Launches], rounds: int = 25, replays: int = 4) -> dict[str, Timing]:
     """Replay the graphs in turn and time each round by device events; figures are for one launch.
 
-    A round replays a graph once unmeasured, then ``replays`` times back to back.
+    Each round begins with another variant, since the one timed before may leave the clock low. A graph is replayed once
+    unmeasured, then ``replays`` times back to back.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     measured: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, launches in variants.items():
+    names = list(variants)
+    for turn in range(rounds):
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            launches = variants[name]
             launches.graph.replay()
             start.record()
             for _ in range(replays):

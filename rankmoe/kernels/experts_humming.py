@@ -171,8 +171,8 @@ def _wider_tiles(
 ) -> list[dict[str, tuple[int, int, int]]]:
     """What to change in humming's heuristics, best first: at few rows an expert they take 64 outputs.
 
-    On one NVIDIA H200 blocks of 256 outputs read a Kimi-K3 rank's w13 1.17 times as fast as blocks of 128 at 64
-    tokens, and blocks of 128 its w2 1.4 times as fast as blocks of 64.
+    On one NVIDIA H200 at 64 tokens blocks of 256 outputs read a Kimi-K3 rank's w13 1.17 times as fast as blocks of 128,
+    and blocks of 128 its w2 1.4 times as fast as blocks of 64.
     """
     block_m, _, block_k = block_shape
     widths = [256, 128] if expected_rows >= _ROWS_FOR_WIDEST else [128]
