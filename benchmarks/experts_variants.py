@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from rankmoe.activation import apply_activation
+from rankmoe.bench.cases import random_weight
 from rankmoe.bench.record import Record, device_name
 from rankmoe.bench.timing import capture_launches, time_launches
 from rankmoe.experts import pack_experts
@@ -20,28 +22,11 @@ from rankmoe.front import FrontResult, route_quantize
 from rankmoe.kernels import experts_cuda
 from rankmoe.kernels.experts_cuda import ExpertsConfig
 from rankmoe.models.presets import get_preset
-from rankmoe.quantize import e2m1_pair_table, quantize_mxfp8
+from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.types import ExpertPlacement, ExpertWeights, MXTensor
 
 NUM_ROUTINGS = 6
 FIELDS = [field.name for field in dataclasses.fields(ExpertsConfig)]
-
-
-def random_weight(*shape: int) -> MXTensor:
-    """Random codes and scale bytes on the GPU."""
-    *rows, width = shape
-    data = torch.randint(0, 256, (*rows, width // 2), dtype=torch.uint8, device="cuda")
-    scale = torch.randint(118, 124, (*rows, width // 32), dtype=torch.uint8, device="cuda")
-    return MXTensor(data, scale, "mxfp4")
-
-
-def decode(tensor: MXTensor) -> torch.Tensor:
-    """[..., N] float64."""
-    if tensor.format == "mxfp8":
-        values = tensor.data.double()
-    else:
-        values = e2m1_pair_table(torch.float64, tensor.data.device)[tensor.data.int()].flatten(-2)
-    return values * torch.exp2(tensor.scale.double() - 127).repeat_interleave(32, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +71,16 @@ def check(case: Case, config: ExpertsConfig, w13: MXTensor, w2: MXTensor) -> tup
     offsets = schedule.expert_offsets.tolist()
     worst = [0.0, 0.0]
     active = [e for e in range(len(offsets) - 1) if offsets[e] < offsets[e + 1]]
+    x = dequantize(front.x, torch.float64)
     for expert in [active[0], *active[-3:], max(active, key=lambda e: offsets[e + 1] - offsets[e])]:
         own = slice(offsets[expert], offsets[expert + 1])
-        gate, up = (decode(front.x)[schedule.row_tokens[own].long()] @ decode(w13[expert]).T).chunk(2, -1)
-        activated = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
-        got = decode(middle[own])
-        results = ((got, decode(quantize_mxfp8(activated.float()))), (rows[own].double(), got @ decode(w2[expert]).T))
+        accumulators = x[schedule.row_tokens[own].long()] @ dequantize(w13[expert], torch.float64).T
+        activated = quantize_mxfp8(apply_activation(accumulators, case.weights.activation).float())
+        got = dequantize(middle[own], torch.float64)
+        results = (
+            (got, dequantize(activated, torch.float64)),
+            (rows[own].double(), got @ dequantize(w2[expert], torch.float64).T),
+        )
         for i, (result, expected) in enumerate(results):
             worst[i] = max(worst[i], float((result - expected).norm() / expected.norm()))
     if not (worst[0] <= 5e-3 and worst[1] <= 1e-5):
@@ -120,7 +109,9 @@ def main() -> None:
     placement = ExpertPlacement(preset.num_experts, 8, 0)
     torch.manual_seed(0)
     num_local, hidden, width = placement.num_local_experts, preset.hidden_size, preset.intermediate_size
-    w13, w2 = random_weight(num_local, 2 * width, hidden), random_weight(num_local, hidden, width)
+    generator = torch.Generator("cuda").manual_seed(0)
+    w13 = random_weight(num_local, 2 * width, hidden, generator)
+    w2 = random_weight(num_local, hidden, width, generator)
     weights = pack_experts(w13, w2, preset.activation, placement, backend="cuda")
     configs = [config for config in itertools.starmap(ExpertsConfig, product) if config.is_valid(hidden, 128)]
     parts = {"gate_up": weights.w13.nbytes, "down": weights.w2.nbytes, "gemms": weights.nbytes}

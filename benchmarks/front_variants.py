@@ -63,7 +63,7 @@ def compile_all(calls: Iterable[Callable[[], None]]) -> None:
         def launch(self, *_: object) -> None:
             pass
 
-    def record(macros: front_cuda.Macros) -> Recorder:
+    def record(macros: nvrtc.Macros) -> Recorder:
         wanted.add(macros)
         return Recorder()
 
@@ -76,7 +76,7 @@ def compile_all(calls: Iterable[Callable[[], None]]) -> None:
     start = time.perf_counter()
     architecture = nvrtc.ARCHITECTURES[torch.cuda.get_device_capability()]
 
-    def compile_one(macros: front_cuda.Macros) -> None:
+    def compile_one(macros: nvrtc.Macros) -> None:
         nvrtc.load_or_compile(front_cuda.source(), dict(macros), architecture)
 
     with ThreadPoolExecutor(12) as pool:

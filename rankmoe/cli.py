@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.table import Table
 
 from rankmoe import __version__
 from rankmoe.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from rankmoe.bench.record import Record
 
 app = typer.Typer(
     help="Route, quantise, schedule and run the experts of large mixture-of-experts models under expert parallelism.",
@@ -306,10 +309,7 @@ def bench_layer(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("making random experts", total=None)
         record = run(options, lambda done, total: progress.update(task, completed=done, total=total))
-    if output is not None:
-        record.write(output)
-    if as_json:
-        print(record.to_json(), end="")
+    if _hand_out(record, output, as_json):
         return
     console = Console()
     console.print(f"{model}, EP {ep}, rank 0, on {record.device}", highlight=False)
@@ -349,10 +349,7 @@ def _bench_layer_cuda(
         record = run(options, lambda text: errors.print(text, highlight=False))
     except BenchmarkError as error:
         raise ValueError(str(error)) from error
-    if output is not None:
-        record.write(output)
-    if as_json:
-        print(record.to_json(), end="")
+    if _hand_out(record, output, as_json):
         return
     console = Console()
     console.print(f"{model}, EP {ep}, rank 0, {routing} routing, on {record.device}: medians", highlight=False)
@@ -381,16 +378,22 @@ def bench_front(
         record = run(FrontOptions(get_preset(model), ep, _numbers("tokens", tokens), rounds))
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    if output is not None:
-        record.write(output)
     if markdown is not None:
         markdown.write_text(as_markdown(table_rows(record)) + "\n")
-    if as_json:
-        print(record.to_json(), end="")
+    if _hand_out(record, output, as_json):
         return
     console = Console()
     console.print(f"{model}, EP {ep}, on {record.device}: microseconds of one launch, medians", highlight=False)
     _print_table(console, table_rows(record))
+
+
+def _hand_out(record: Record, output: Path | None, as_json: bool) -> bool:
+    """Write the record where asked, and print it as JSON where asked. Returns whether that was the answer."""
+    if output is not None:
+        record.write(output)
+    if as_json:
+        print(record.to_json(), end="")
+    return as_json
 
 
 def _print_table(console: Console, rows: list[list[str]]) -> None:

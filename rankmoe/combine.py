@@ -8,6 +8,9 @@ from rankmoe.backends import cuda_kernel, triton_kernel
 from rankmoe.quantize import needs_gradient
 from rankmoe.types import ExpertSchedule
 
+#: Slots of a token that the kernels take.
+MAX_TOP_K = 128
+
 
 def combine(
     rows: torch.Tensor,
@@ -35,7 +38,7 @@ def combine(
         raise ValueError(f"rows: expected [{num_rows}, hidden] as the schedule, got {tuple(rows.shape)}")
     kernel = cuda_kernel("combine", rows.device) or triton_kernel("combine", rows.device)
     is_followed = needs_gradient(rows) or needs_gradient(topk_weights)
-    if kernel is not None and kernel.covered(rows, topk_weights, out_dtype) and not is_followed:
+    if kernel is not None and _covered_by_kernels(rows, topk_weights, out_dtype) and not is_followed:
         return kernel.combine(rows, topk_weights, schedule, out_dtype)
     out = torch.zeros(schedule.num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
     for slot in range(topk_weights.shape[1]):
@@ -43,3 +46,14 @@ def combine(
         tokens = (slot_rows >= 0).nonzero().squeeze(1)
         out[tokens] += topk_weights[tokens, slot, None] * rows[slot_rows[tokens].long()]
     return out.to(out_dtype)
+
+
+def _covered_by_kernels(rows: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether a kernel takes these rows; looks at shapes, dtypes and strides alone."""
+    return (
+        rows.dim() == topk_weights.dim() == 2
+        and rows.dtype == topk_weights.dtype == torch.float32
+        and out_dtype in (torch.bfloat16, torch.float32)
+        and rows.stride(1) == 1
+        and topk_weights.shape[1] <= MAX_TOP_K
+    )

@@ -140,8 +140,13 @@ def _scratch(name: str, out: torch.Tensor | None, schedule: ExpertSchedule, widt
     num_rows = schedule.row_tokens.shape[0]
     if out is None:
         return torch.empty(num_rows, width, dtype=torch.float32, device=schedule.row_tokens.device)
+    check_scratch(name, out, num_rows, width)
+    return out[:num_rows]
+
+
+def check_scratch(name: str, out: torch.Tensor, num_rows: int, width: int) -> None:
+    """Raise ValueError, naming the buffer, unless it is float32 with at least ``num_rows`` rows of ``width``."""
     if out.dtype != torch.float32 or out.dim() != 2 or out.shape[0] < num_rows or out.shape[1] != width:
         raise ValueError(
             f"{name}: expected float32 with at least {num_rows} rows of {width}, got {tuple(out.shape)} {out.dtype}"
         )
-    return out[:num_rows]

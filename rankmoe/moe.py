@@ -9,7 +9,7 @@ import torch
 
 from rankmoe.backends import get_backend
 from rankmoe.combine import combine
-from rankmoe.experts import gemms
+from rankmoe.experts import check_scratch, gemms
 from rankmoe.front import check_same_tokens, route_quantize
 from rankmoe.pack import IdSpace, id_space
 from rankmoe.schedule import schedule_routing
@@ -40,13 +40,8 @@ class Workspace:
     def check(self, num_tokens: int, top_k: int, weights: ExpertWeights) -> None:
         """Raise ValueError unless the buffers hold what ``num_tokens`` tokens can need."""
         num_rows = num_tokens * min(top_k, weights.num_local_experts)
-        for name, width in (("middle", weights.intermediate_size), ("rows", weights.hidden_size)):
-            buffer = getattr(self, name)
-            if buffer.dtype != torch.float32 or buffer.shape[0] < num_rows or buffer.shape[1] != width:
-                raise ValueError(
-                    f"workspace.{name}: expected float32 with at least {num_rows} rows of {width}, "
-                    f"got {tuple(buffer.shape)} {buffer.dtype}"
-                )
+        check_scratch("workspace.middle", self.middle, num_rows, weights.intermediate_size)
+        check_scratch("workspace.rows", self.rows, num_rows, weights.hidden_size)
 
 
 class ExpertRows(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 
 from rankmoe import front, schedule
 from rankmoe.combine import combine
-from rankmoe.experts import down, gate_up
+from rankmoe.experts import gemms
 from rankmoe.pack import rank_local_num_experts, unpack
 from rankmoe.quantize import check_rows
 from rankmoe.route import check_router_inputs
@@ -359,8 +359,8 @@ def _fused_moe(
         w13_bias,
         w2_bias,
     )
-    middle = gate_up(MXTensor(x_data.view(torch.float8_e4m3fn), x_scale, "mxfp8"), schedule, weights)
-    return combine(down(middle, schedule, weights), topk_weights, schedule, out_dtype)
+    x = MXTensor(x_data.view(torch.float8_e4m3fn), x_scale, "mxfp8")
+    return combine(gemms(x, schedule, weights), topk_weights, schedule, out_dtype)
 
 
 @_fused_moe.register_fake

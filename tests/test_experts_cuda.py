@@ -168,10 +168,6 @@ def test_the_combine_compiles_without_local_memory(architecture, num_local_exper
 
 
 # --- on a GPU: each GEMM against float64 ----------------------------------------------------------------------------
-def on_gpu(tensor: MXTensor) -> MXTensor:
-    return MXTensor(tensor.data.cuda(), tensor.scale.cuda(), tensor.format)
-
-
 def make_experts(
     num_experts: int,
     hidden_size: int,
@@ -180,8 +176,8 @@ def make_experts(
     has_bias: bool = False,
 ) -> tuple[ExpertWeights, MXTensor, MXTensor]:
     """Experts packed on the GPU, and the checkpoint's tensors there."""
-    w13 = on_gpu(random_mxfp4(num_experts, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(117, 123)))
-    w2 = on_gpu(random_mxfp4(num_experts, hidden_size, intermediate_size, seed=2, scale_bytes=(117, 123)))
+    w13 = random_mxfp4(num_experts, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(117, 123)).to("cuda")
+    w2 = random_mxfp4(num_experts, hidden_size, intermediate_size, seed=2, scale_bytes=(117, 123)).to("cuda")
     biases = {}
     if has_bias:
         biases["w13_bias"] = torch.randn(num_experts, 2 * intermediate_size, generator=seeded(3)).cuda()
@@ -259,7 +255,7 @@ def test_all_scale_bytes_and_codes_are_exact():
     schedule = build_schedule(ids, 255, num_experts=255)
     one_hot = torch.eye(32).repeat(255, 1)
     middle = MXTensor(one_hot.to(torch.float8_e4m3fn), torch.full((255 * 32, 1), 127, dtype=torch.uint8), "mxfp8")
-    rows = down(on_gpu(middle), schedule, weights).view(255, 32, 64).cpu()
+    rows = down(middle.to("cuda"), schedule, weights).view(255, 32, 64).cpu()
     assert torch.equal(rows, reference.dequantize(w2).float().transpose(1, 2))
 
 
@@ -314,7 +310,7 @@ def move(weights: ExpertWeights) -> ExpertWeights:
         name: None if bias is None else bias.cuda()
         for name, bias in (("w13_bias", weights.w13_bias), ("w2_bias", weights.w2_bias))
     }
-    tensors = (on_gpu(weights.w13), on_gpu(weights.w2))
+    tensors = (weights.w13.to("cuda"), weights.w2.to("cuda"))
     return pack_experts(*tensors, weights.activation, weights.placement, backend="cuda", **biases)
 
 
@@ -513,7 +509,7 @@ def test_rows_beyond_the_valid_ones_are_zero_and_may_hold_nan():
 def test_packing_takes_little_beside_the_packed_weights():
     placement = ExpertPlacement(16, 1, 0)
     w13, w2 = random_mxfp4(16, 2048, 2048), random_mxfp4(16, 2048, 1024)
-    expected = pack_experts(on_gpu(w13), on_gpu(w2), SiTU(), placement, backend="cuda")
+    expected = pack_experts(w13.to("cuda"), w2.to("cuda"), SiTU(), placement, backend="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -104,10 +104,6 @@ PLACEMENT = ExpertPlacement(6)
 TOPK_IDS = torch.tensor([[0, 1], [0, 5], [0, 4], [0, 2], [0, 5]])
 
 
-def on_gpu(tensor: MXTensor) -> MXTensor:
-    return MXTensor(tensor.data.cuda(), tensor.scale.cuda(), tensor.format)
-
-
 @dataclasses.dataclass
 class Experts:
     """Packed weights and the checkpoint's tensors that they were made of."""
@@ -140,13 +136,13 @@ def experts(
     if has_bias:
         biases["w13_bias"] = torch.randn(len(mine), 2 * intermediate_size, generator=seeded(3)).cuda()
         biases["w2_bias"] = torch.randn(len(mine), hidden_size, generator=seeded(4)).cuda()
-    weights = pack_experts(on_gpu(w13), on_gpu(w2), activation, placement, backend="humming", **biases)
+    weights = pack_experts(w13.to("cuda"), w2.to("cuda"), activation, placement, backend="humming", **biases)
     return Experts(weights, w13, w2)
 
 
 def batch(hidden_size: int = 192, ids: Tensor = TOPK_IDS, num_experts: int = 6) -> tuple[MXTensor, ExpertSchedule]:
     x = quantize_mxfp8(2 * torch.randn(len(ids), hidden_size, generator=seeded(5)))
-    return on_gpu(x), build_schedule(ids.cuda(), num_experts, num_experts=num_experts)
+    return x.to("cuda"), build_schedule(ids.cuda(), num_experts, num_experts=num_experts)
 
 
 def products(rows: MXTensor, index: Tensor, schedule: ExpertSchedule, weight: MXTensor, bias: Tensor | None) -> Tensor:
@@ -269,7 +265,7 @@ def test_a_nan_row_makes_its_own_output_nan_and_no_other():
 @pytest.mark.parametrize("num_tokens", [0, 3], ids=["no_tokens", "no_local_tokens"])
 def test_a_rank_without_rows_gives_zeros(num_tokens):
     made = experts()
-    x = on_gpu(quantize_mxfp8(torch.ones(num_tokens, 192)))
+    x = quantize_mxfp8(torch.ones(num_tokens, 192)).to("cuda")
     schedule = build_schedule(torch.full((num_tokens, 2), -1).cuda(), 6, num_experts=6)
     rows = down(gate_up(x, schedule, made.weights), schedule, made.weights)
     out = combine(rows, torch.ones(num_tokens, 2).cuda(), schedule)

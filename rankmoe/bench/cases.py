@@ -35,18 +35,29 @@ def random_experts(
     w2 = _empty(num_experts, hidden_size, intermediate_size)
     for expert in range(num_experts):
         for tensor in (w13, w2):
-            # Whole words are random bits too, at an eighth of the cost.
-            tensor.data[expert].view(torch.int64).random_(generator=generator)
-            tensor.scale[expert].random_(_SCALE_BYTES[0], _SCALE_BYTES[1] + 1, generator=generator)
+            _fill(tensor[expert], generator)
         if progress is not None:
             progress(expert + 1, num_experts)
     return pack_experts(w13, w2, preset.activation, placement, backend=backend)
 
 
-def _empty(num_experts: int, num_outputs: int, num_inputs: int) -> MXTensor:
-    data = torch.empty(num_experts, num_outputs, num_inputs // 2, dtype=torch.uint8)
-    scale = torch.empty(num_experts, num_outputs, num_inputs // GROUP_SIZE, dtype=torch.uint8)
+def random_weight(num_experts: int, num_outputs: int, num_inputs: int, generator: torch.Generator) -> MXTensor:
+    """[L, out, in] random mxfp4 on the generator's device."""
+    weight = _empty(num_experts, num_outputs, num_inputs, generator.device)
+    _fill(weight, generator)
+    return weight
+
+
+def _empty(num_experts: int, num_outputs: int, num_inputs: int, device: torch.device | str = "cpu") -> MXTensor:
+    data = torch.empty(num_experts, num_outputs, num_inputs // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(num_experts, num_outputs, num_inputs // GROUP_SIZE, dtype=torch.uint8, device=device)
     return MXTensor(data, scale, "mxfp4")
+
+
+def _fill(weight: MXTensor, generator: torch.Generator) -> None:
+    # Whole words are random bits too, at an eighth of the cost.
+    weight.data.view(torch.int64).random_(generator=generator)
+    weight.scale.random_(_SCALE_BYTES[0], _SCALE_BYTES[1] + 1, generator=generator)
 
 
 def random_batch(preset: ModelPreset, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

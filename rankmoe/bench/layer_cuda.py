@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from rankmoe.activation import apply_activation
-from rankmoe.backends import backend_names, get_backend
+from rankmoe.backends import get_backend
+from rankmoe.bench.cases import random_weight
 from rankmoe.bench.record import Record, device_name
 from rankmoe.bench.timing import capture_launches, time_launches
 from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up, gemms, pack_experts
 from rankmoe.front import FrontResult, route_quantize
 from rankmoe.models.presets import ModelPreset
-from rankmoe.moe import Workspace, routed_moe
+from rankmoe.moe import Workspace, fused_moe, routed_moe
 from rankmoe.pack import id_space
 from rankmoe.quantize import dequantize, quantize_mxfp8
-from rankmoe.schedule import schedule_routing
-from rankmoe.types import GROUP_SIZE, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
+from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
 
 #: How logits are drawn.
 ROUTINGS = ("uniform", "skewed")
@@ -28,12 +28,11 @@ NUM_ROUTINGS = 6
 #: Launches of a captured graph.
 NUM_LAUNCHES = 24
 #: Engines by the name they have in records; the peer is made of humming's GEMMs.
-ENGINES = {"native": "cuda", "triton": "triton", "humming": "humming"}
+ENGINES = {"native": "cuda", "humming": "humming"}
 COMPOSITION_ENGINE = "humming"
 #: Relative L2 of a layer's output from float64. An engine that rounds each GEMM's output to bfloat16 has the wider one:
 #: the rounding moves about one code in thirty of the middle to its neighbour, a sixteenth away.
 TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 3e-2
-_SCALE_BYTES = (118, 123)
 
 
 class BenchmarkError(RuntimeError):
@@ -74,14 +73,20 @@ class _Batch:
     schedule: ExpertSchedule
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Experts:
-    """Checkpoint-order weights, the floor's buffers of the same sizes, and the engines' packed weights."""
+    """Checkpoint-order weights, the same bytes as the floor reads them by stage, and the engines' packed weights."""
 
     w13: MXTensor
     w2: MXTensor
     biases: dict[str, torch.Tensor]
-    engines: dict[str, ExpertWeights] = field(default_factory=dict)
+    words: dict[str, torch.Tensor]
+    engines: dict[str, ExpertWeights]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both weights of all experts."""
+        return self.w13.nbytes + self.w2.nbytes
 
 
 def run(options: LayerCudaOptions, progress: Callable[[str], None] | None = None) -> Record:
@@ -99,48 +104,44 @@ def run(options: LayerCudaOptions, progress: Callable[[str], None] | None = None
     for num_tokens in options.token_counts:
         report(f"{num_tokens} tokens")
         rows += _measure(options, placement, experts, num_tokens)
-    notes = {"ep_size": options.ep_size, "engines": sorted(experts.engines), "weight_bytes": _nbytes(experts)}
+    notes = {"ep_size": options.ep_size, "engines": sorted(experts.engines), "weight_bytes": experts.nbytes}
     return Record("layer", options.preset.name, device_name("cuda"), rows, notes=notes)
-
-
-def _nbytes(experts: _Experts) -> int:
-    return experts.w13.nbytes + experts.w2.nbytes
 
 
 def _random_experts(options: LayerCudaOptions, placement: ExpertPlacement) -> _Experts:
     preset, num_experts = options.preset, placement.num_local_experts
     generator = torch.Generator("cuda").manual_seed(options.seed)
 
-    def random_weight(num_outputs: int, num_inputs: int) -> MXTensor:
-        shape = (num_experts, num_outputs, num_inputs)
-        data = torch.empty(*shape[:2], num_inputs // 2, dtype=torch.uint8, device="cuda")
-        data.view(torch.int64).random_(generator=generator)
-        scale = torch.empty(*shape[:2], num_inputs // GROUP_SIZE, dtype=torch.uint8, device="cuda")
-        return MXTensor(data, scale.random_(_SCALE_BYTES[0], _SCALE_BYTES[1] + 1, generator=generator), "mxfp4")
-
     hidden_size, intermediate_size = preset.hidden_size, preset.intermediate_size
-    experts = _Experts(
-        random_weight(2 * intermediate_size, hidden_size), random_weight(hidden_size, intermediate_size), {}
-    )
+    w13 = random_weight(num_experts, 2 * intermediate_size, hidden_size, generator)
+    w2 = random_weight(num_experts, hidden_size, intermediate_size, generator)
+    biases: dict[str, torch.Tensor] = {}
     if preset.has_bias:
         for name, width in (("w13_bias", 2 * intermediate_size), ("w2_bias", hidden_size)):
-            experts.biases[name] = torch.randn(num_experts, width, device="cuda", generator=generator)
+            biases[name] = torch.randn(num_experts, width, device="cuda", generator=generator)
     problem = Problem(num_experts, hidden_size, intermediate_size, preset.activation, preset.has_bias, "cuda")
+    engines: dict[str, ExpertWeights] = {}
     for name, backend_name in ENGINES.items():
-        if backend_name not in backend_names():
-            continue
         backend = get_backend(backend_name)
         if backend.available() and (backend.covered(problem) or backend.approximated(problem)):
-            experts.engines[name] = pack_experts(
-                experts.w13,
-                experts.w2,
+            engines[name] = pack_experts(
+                w13,
+                w2,
                 preset.activation,
                 placement,
-                w13_bias=experts.biases.get("w13_bias"),
-                w2_bias=experts.biases.get("w2_bias"),
+                w13_bias=biases.get("w13_bias"),
+                w2_bias=biases.get("w2_bias"),
                 backend=backend_name,
             )
-    return experts
+    words = {"gate_up": _words(w13), "down": _words(w2)}
+    return _Experts(w13, w2, biases, words, engines)
+
+
+def _words(weight: MXTensor) -> torch.Tensor:
+    """[L, words] int64. An expert's codes, then its scales; sizes are multiples of 32, so words are whole."""
+    num_experts = weight.shape[0]
+    parts = [weight.data.view(num_experts, -1), weight.scale.view(num_experts, -1)]
+    return torch.cat(parts, dim=1).view(torch.int64)
 
 
 def _random_batches(options: LayerCudaOptions, placement: ExpertPlacement, num_tokens: int) -> list[_Batch]:
@@ -180,7 +181,7 @@ def _measure(
     launches = {f"{v}/{s}": capture_launches(call, NUM_ROUTINGS, NUM_LAUNCHES) for (v, s), call in variants.items()}
     timings = time_launches(launches, options.rounds, 2)
     num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / NUM_ROUTINGS
-    whole = _nbytes(experts)
+    whole = experts.nbytes
     parts = {"gate_up": experts.w13.nbytes, "down": experts.w2.nbytes}
     rows: list[dict[str, object]] = []
     for variant, stage in variants:
@@ -207,19 +208,14 @@ def _floor(experts: _Experts, batches: list[_Batch]) -> _Variants:
     """Reading the touched experts' bytes once: codes and scales of one GEMM's weight, and of both."""
     from rankmoe.kernels import read_triton
 
-    buffers = {}
-    for stage, weight in (("gate_up", experts.w13), ("down", experts.w2)):
-        num_experts = weight.shape[0]
-        words = torch.cat([weight.data.view(num_experts, -1), weight.scale.view(num_experts, -1)], dim=1)
-        buffers[stage] = words[:, : words.shape[1] // 8 * 8].contiguous().view(torch.int64)
     actives = [batch.schedule.expert_counts.nonzero().flatten() for batch in batches]
     sums = {
         stage: torch.empty(words.shape[0], read_triton.num_blocks_of(words), dtype=torch.int64, device="cuda")
-        for stage, words in buffers.items()
+        for stage, words in experts.words.items()
     }
 
     def read(stage: str) -> Callable[[int], torch.Tensor]:
-        return lambda i: read_triton.read_experts(buffers[stage], actives[i], sums[stage])
+        return lambda i: read_triton.read_experts(experts.words[stage], actives[i], sums[stage])
 
     def read_both(i: int) -> torch.Tensor:
         read("gate_up")(i)
@@ -262,20 +258,19 @@ def _composition(
     assert local_range is not None
 
     def run_layer(i: int) -> torch.Tensor:
-        batch, workspace = batches[i], workspaces[i]
+        batch = batches[i]
         front = route_quantize(
             batch.router_logits, batch.hidden_states, config, local_range=local_range, schedule="none"
         )
         space = id_space(front.routing, placement.num_experts, local_range)
-        schedule = schedule_routing(
+        return fused_moe(
+            front.x,
             front.routing,
-            placement.num_local_experts,
+            weights,
             num_experts=space.num_experts,
             local_expert_offset=space.local_expert_offset,
+            workspace=workspaces[i],
         )
-        middle = gate_up(front.x, schedule, weights, workspace.middle)
-        rows = down(middle, schedule, weights, workspace.rows)
-        return combine(rows, front.routing.topk_weights, schedule)
 
     return {("composition", "layer"): run_layer}
 

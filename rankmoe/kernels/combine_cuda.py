@@ -8,25 +8,12 @@ from pathlib import Path
 
 import torch
 
+from rankmoe.combine import MAX_TOP_K
 from rankmoe.kernels import nvrtc
 from rankmoe.types import MAX_FRONT_TOKENS, ExpertSchedule, Routing
 
-MAX_TOP_K = 128
-MAX_LOCAL_EXPERTS = 1024
 _THREADS = 128
 _COLUMNS_PER_BLOCK = 512
-_OUT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def covered(rows: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """True where the kernel takes these rows; looks at shapes, dtypes and strides alone."""
-    return (
-        rows.dim() == topk_weights.dim() == 2
-        and rows.dtype == topk_weights.dtype == torch.float32
-        and out_dtype in _OUT_DTYPES
-        and rows.stride(1) == 1
-        and topk_weights.shape[1] <= MAX_TOP_K
-    )
 
 
 def combine(
@@ -66,7 +53,7 @@ def combine_masks(
     arguments = CombineArguments(
         expert_token_mask=expert_token_mask.data_ptr(),
         topk_ids=routing.topk_ids.data_ptr(),
-        expert_map=None if expert_map is None else expert_map.data_ptr(),
+        expert_map=nvrtc.address(expert_map),
         num_experts=num_experts,
         local_expert_offset=local_expert_offset,
         num_local_experts=num_local_experts,
@@ -96,10 +83,7 @@ def _launch(
     return out
 
 
-Macros = tuple[tuple[str, int], ...]
-
-
-def macros_of(num_local_experts: int, out_dtype: torch.dtype, *, is_aligned: bool) -> Macros:
+def macros_of(num_local_experts: int, out_dtype: torch.dtype, *, is_aligned: bool) -> nvrtc.Macros:
     """The macros that ``combine.cu`` is compiled with; 0 local experts where a schedule has the slots' rows."""
     return (
         ("FROM_MASKS", int(num_local_experts > 0)),
@@ -117,7 +101,7 @@ def source() -> str:
 
 
 @cache
-def _kernel(macros: Macros) -> nvrtc.Kernel:
+def _kernel(macros: nvrtc.Macros) -> nvrtc.Kernel:
     return nvrtc.Kernel(source(), "combine", dict(macros))
 
 

@@ -12,20 +12,7 @@ from rankmoe.types import ExpertSchedule
 
 available = triton_support.available
 
-MAX_TOP_K = 128
 _COLUMNS_PER_BLOCK = 512
-_OUT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def covered(rows: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """True where ``combine`` takes these rows; looks at shapes, dtypes and strides alone."""
-    return (
-        rows.dim() == topk_weights.dim() == 2
-        and rows.dtype == topk_weights.dtype == torch.float32
-        and out_dtype in _OUT_DTYPES
-        and rows.stride(1) == 1
-        and topk_weights.shape[1] <= MAX_TOP_K
-    )
 
 
 def combine(

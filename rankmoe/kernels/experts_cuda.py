@@ -88,6 +88,7 @@ class ExpertsConfig:
         )
 
 
+@cache
 def default_config(num_inputs: int, num_local_experts: int) -> ExpertsConfig | None:
     """The first of a few configurations that fits, or None."""
     tables = _table_size(num_local_experts)
@@ -373,14 +374,14 @@ def _launch(
     )
     arguments = ExpertsArguments(
         weights=stage.weight.data.data_ptr(),
-        factor=_address(stage.factor),
-        bias=_address(stage.bias),
+        factor=nvrtc.address(stage.factor),
+        bias=nvrtc.address(stage.bias),
         data=data.data_ptr(),
         scale=scale.data_ptr(),
-        expert_token_mask=_address(source.expert_token_mask),
-        expert_offsets=_address(source.expert_offsets),
-        row_tokens=_address(source.row_tokens),
-        rows=_address(rows),
+        expert_token_mask=nvrtc.address(source.expert_token_mask),
+        expert_offsets=nvrtc.address(source.expert_offsets),
+        row_tokens=nvrtc.address(source.row_tokens),
+        rows=nvrtc.address(rows),
         middle=None if middle is None else middle.data.data_ptr(),
         middle_scale=None if middle is None else middle.scale.data_ptr(),
         num_local_experts=num_experts,
@@ -400,9 +401,6 @@ def _check_buffer(weight: MXTensor) -> None:
         raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
 
 
-Macros = tuple[tuple[str, int], ...]
-
-
 def macros_of(
     is_gate_up: bool,
     num_inputs: int,
@@ -414,7 +412,7 @@ def macros_of(
     from_masks: bool,
     has_bias: bool,
     has_factor: bool,
-) -> Macros:
+) -> nvrtc.Macros:
     """The macros that ``experts.cu`` is compiled with."""
     return (
         ("GATE_UP", int(is_gate_up)),
@@ -436,19 +434,15 @@ def macros_of(
     )
 
 
+@cache
 def source() -> str:
     """The text of ``experts.cu``."""
-    return _source()
-
-
-@cache
-def _source() -> str:
     return (Path(__file__).parent / "experts.cu").read_text()
 
 
 @cache
-def _kernel(macros: Macros, shared_bytes: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel(_source(), "experts", dict(macros), shared_bytes)
+def _kernel(macros: nvrtc.Macros, shared_bytes: int) -> nvrtc.Kernel:
+    return nvrtc.Kernel(source(), "experts", dict(macros), shared_bytes)
 
 
 class ExpertsArguments(ctypes.Structure):
@@ -492,7 +486,3 @@ def _table_size(num_local_experts: int) -> int:
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -30,6 +30,8 @@ SCALE_BYTES = (16, 239)
 #: Sizes are multiples of this, the narrowest tile.
 SIZE_MULTIPLE = 64
 _NEUTRAL_SCALE = 127
+#: The rows of humming's smallest block, and the expected rows of a rank from which the widest block is faster.
+_FEW_ROWS, _ROWS_FOR_WIDEST = 8, 16
 _ARCHITECTURE = (9, 0)
 
 
@@ -181,10 +183,6 @@ def _wider_tiles(
         for width in widths
         if block_m == _FEW_ROWS and num_outputs % width == 0
     ]
-
-
-#: The rows of humming's smallest block, and the expected rows of a rank from which the widest block is faster.
-_FEW_ROWS, _ROWS_FOR_WIDEST = 8, 16
 
 
 def _layer_config(

@@ -290,11 +290,11 @@ def launch_front(
     )
     arguments = FrontArguments(
         router_logits=router_logits.data_ptr(),
-        correction_bias=_address(correction_bias),
+        correction_bias=nvrtc.address(correction_bias),
         hidden_states=hidden_states.data_ptr(),
-        expert_map=_address(expert_map),
-        num_valid_tokens=_address(num_valid_tokens),
-        profile=_address(profile),
+        expert_map=nvrtc.address(expert_map),
+        num_valid_tokens=nvrtc.address(num_valid_tokens),
+        profile=nvrtc.address(profile),
         logits_stride=router_logits.stride(0),
         hidden_stride=hidden_states.stride(0),
         num_tokens=num_tokens,
@@ -303,15 +303,12 @@ def launch_front(
         packed_offset=packed_range.offset if packed_range else 0,
         packed_count=packed_range.count if packed_range else 0,
         routed_scaling_factor=config.routed_scaling_factor,
-        **{name: _address(getattr(buffers, name)) for name in _BUFFER_NAMES},
+        **{name: nvrtc.address(getattr(buffers, name)) for name in _BUFFER_NAMES},
     )
     num_blocks, device = num_blocks_of(dict(macros), num_tokens), hidden_states.device
     num_threads = 32 * dict(macros)["ROUTE_WARPS"]
     with torch.cuda.device(device if device.type == "cuda" else -1):
         _kernel(macros).launch(device.index, num_blocks, num_threads, arguments, is_programmatic)
-
-
-Macros = tuple[tuple[str, int], ...]
 
 
 @cache
@@ -330,7 +327,7 @@ def macros_of(
     schedule: ScheduleOutput,
     has_vector_loads: bool,
     variant: FrontVariant = DEFAULT_VARIANT,
-) -> Macros:
+) -> nvrtc.Macros:
     """The macros that ``front.cu`` is compiled with for a call. Token counts share all but cluster and chunk sizes."""
     schedule_code = 0 if schedule == "none" else 2 if schedule == "rows" or variant.collector else 1
     cluster = min(8, 1 << (num_tokens - 1).bit_length()) if schedule_code == 1 else 1
@@ -394,7 +391,7 @@ def _source() -> str:
 
 
 @cache
-def _kernel(macros: Macros) -> nvrtc.Kernel:
+def _kernel(macros: nvrtc.Macros) -> nvrtc.Kernel:
     return nvrtc.Kernel(_source(), "front", dict(macros))
 
 
@@ -435,10 +432,6 @@ class FrontArguments(ctypes.Structure):
 
 
 _BUFFER_NAMES = tuple(field.name for field in fields(FrontBuffers))
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _allows_vector_loads(

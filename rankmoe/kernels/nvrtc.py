@@ -176,6 +176,15 @@ def _write_cubin(path: Path, cubin: bytes) -> None:
         pass
 
 
+#: Macros of a kernel as a key of caches.
+Macros = tuple[tuple[str, int], ...]
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """What a kernel's pointer argument is given: the tensor's memory, or null."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @dataclass
 class Kernel:
     """A kernel of one source file and one set of macros.

@@ -48,7 +48,7 @@ def build_schedule(
     assert schedule.expert_token_mask is not None
     arguments = ScheduleArguments(
         ids=topk_ids.data_ptr(),
-        expert_map=None if expert_map is None else expert_map.data_ptr(),
+        expert_map=nvrtc.address(expert_map),
         expert_token_mask=schedule.expert_token_mask.data_ptr(),
         expert_offsets=schedule.expert_offsets.data_ptr(),
         row_tokens=schedule.row_tokens.data_ptr(),
@@ -68,10 +68,7 @@ def build_schedule(
     return schedule
 
 
-Macros = tuple[tuple[str, int], ...]
-
-
-def macros_of(dtype: torch.dtype, num_local_experts: int, is_packed: bool) -> Macros:
+def macros_of(dtype: torch.dtype, num_local_experts: int, is_packed: bool) -> nvrtc.Macros:
     """The macros that ``schedule.cu`` is compiled with; shared memory in steps of 128 experts."""
     return (
         ("MAX_LOCAL_EXPERTS", -(-num_local_experts // 128) * 128),
@@ -87,7 +84,7 @@ def source() -> str:
 
 
 @cache
-def _kernel(macros: Macros) -> nvrtc.Kernel:
+def _kernel(macros: nvrtc.Macros) -> nvrtc.Kernel:
     return nvrtc.Kernel(source(), "schedule", dict(macros))
 
 
