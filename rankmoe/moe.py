@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from rankmoe.backends import get_backend
-from rankmoe.combine import combine
+from rankmoe.combine import MAX_TOP_K, combine
 from rankmoe.experts import check_scratch, gemms
 from rankmoe.front import check_same_tokens, route_quantize
 from rankmoe.pack import IdSpace, id_space
@@ -155,7 +155,8 @@ def routed_moe(
         )
     is_redundant = placement.physical_to_logical is not None
     num_tokens = hidden_states.shape[0]
-    masked = get_backend(weights.backend).masked if 0 < num_tokens <= MAX_FRONT_TOKENS and not is_redundant else None
+    takes_masks = 0 < num_tokens <= MAX_FRONT_TOKENS and config.top_k <= MAX_TOP_K and not is_redundant
+    masked = get_backend(weights.backend).masked if takes_masks else None
     local_range = None if is_redundant else placement.local_range
     expert_map = placement.expert_map_on(hidden_states.device) if local_range is None else None
     front = route_quantize(
