@@ -24,9 +24,11 @@ from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, MXTens
 #: How logits are drawn.
 ROUTINGS = ("uniform", "skewed")
 #: Routings that take turns, the same ones for every variant.
-NUM_ROUTINGS = 6
+NUM_ROUTINGS = 12
 #: Launches of a captured graph.
 NUM_LAUNCHES = 24
+#: Bytes of experts that routings take turns at, in copies where a rank has less: some times what an L2 cache holds.
+ROTATED_BYTES = 1_000_000_000
 #: Engines by the name they have in records; the peer is made of humming's GEMMs.
 ENGINES = {"native": "cuda", "humming": "humming"}
 COMPOSITION_ENGINE = "humming"
@@ -98,19 +100,30 @@ def run(options: LayerCudaOptions, progress: Callable[[str], None] | None = None
         raise BenchmarkError("bench layer: expected a CUDA device, found none; --device cpu needs none")
     report = progress or (lambda text: None)
     placement = ExpertPlacement(options.preset.num_experts, options.ep_size, 0)
+    num_copies = -(-ROTATED_BYTES // (placement.num_local_experts * options.preset.expert_nbytes))
     report("making random experts")
-    experts = _random_experts(options, placement)
+    copies = [_random_experts(options, placement, copy) for copy in range(min(num_copies, NUM_ROUTINGS))]
+    names = list(copies[0].engines)
+    left_out = [name for name in ENGINES if name not in names]
+    if COMPOSITION_ENGINE in left_out:
+        left_out.append("composition")
     rows: list[dict[str, object]] = []
     for num_tokens in options.token_counts:
         report(f"{num_tokens} tokens")
-        rows += _measure(options, placement, experts, num_tokens)
-    notes = {"ep_size": options.ep_size, "engines": sorted(experts.engines), "weight_bytes": experts.nbytes}
+        rows += _measure(options, placement, copies, num_tokens)
+    notes = {
+        "ep_size": options.ep_size,
+        "engines": sorted(names),
+        "left_out": left_out,
+        "weight_bytes": copies[0].nbytes,
+        "copies": len(copies),
+    }
     return Record("layer", options.preset.name, device_name("cuda"), rows, notes=notes)
 
 
-def _random_experts(options: LayerCudaOptions, placement: ExpertPlacement) -> _Experts:
+def _random_experts(options: LayerCudaOptions, placement: ExpertPlacement, copy: int) -> _Experts:
     preset, num_experts = options.preset, placement.num_local_experts
-    generator = torch.Generator("cuda").manual_seed(options.seed)
+    generator = torch.Generator("cuda").manual_seed(options.seed + copy)
 
     hidden_size, intermediate_size = preset.hidden_size, preset.intermediate_size
     w13 = random_weight(num_experts, 2 * intermediate_size, hidden_size, generator)
@@ -159,17 +172,19 @@ def _random_batches(options: LayerCudaOptions, placement: ExpertPlacement, num_t
 
 
 def _measure(
-    options: LayerCudaOptions, placement: ExpertPlacement, experts: _Experts, num_tokens: int
+    options: LayerCudaOptions, placement: ExpertPlacement, copies: list[_Experts], num_tokens: int
 ) -> list[dict[str, object]]:
     batches = _random_batches(options, placement, num_tokens)
-    variants = _floor(experts, batches)
-    for name, weights in experts.engines.items():
-        variants |= _engine(options, name, weights, batches)
-    if COMPOSITION_ENGINE in experts.engines:
-        variants |= _composition(options, experts.engines[COMPOSITION_ENGINE], placement, batches)
+    turns = [copies[i % len(copies)] for i in range(NUM_ROUTINGS)]
+    variants = _floor(turns, batches)
+    for name in copies[0].engines:
+        variants |= _engine(options, name, [experts.engines[name] for experts in turns], batches)
+    if COMPOSITION_ENGINE in copies[0].engines:
+        weights = [experts.engines[COMPOSITION_ENGINE] for experts in turns]
+        variants |= _composition(options, weights, placement, batches)
     # Each routing, since a rank may have no expert in one of few tokens.
     for i, batch in enumerate(batches):
-        expected = _layer_float64(options, experts, batch)
+        expected = _layer_float64(options, turns[i], batch)
         for (variant, stage), call in variants.items():
             got = call(i)
             if stage == "gemms" and variant != "floor":
@@ -181,8 +196,8 @@ def _measure(
     launches = {f"{v}/{s}": capture_launches(call, NUM_ROUTINGS, NUM_LAUNCHES) for (v, s), call in variants.items()}
     timings = time_launches(launches, options.rounds, 2)
     num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / NUM_ROUTINGS
-    whole = experts.nbytes
-    parts = {"gate_up": experts.w13.nbytes, "down": experts.w2.nbytes}
+    whole = copies[0].nbytes
+    parts = {"gate_up": copies[0].w13.nbytes, "down": copies[0].w2.nbytes}
     rows: list[dict[str, object]] = []
     for variant, stage in variants:
         timing = timings[f"{variant}/{stage}"]
@@ -204,18 +219,18 @@ def _measure(
 _Variants = dict[tuple[str, str], Callable[[int], torch.Tensor | MXTensor]]
 
 
-def _floor(experts: _Experts, batches: list[_Batch]) -> _Variants:
+def _floor(turns: list[_Experts], batches: list[_Batch]) -> _Variants:
     """Reading the touched experts' bytes once: codes and scales of one GEMM's weight, and of both."""
     from rankmoe.kernels import read_triton
 
     actives = [batch.schedule.expert_counts.nonzero().flatten() for batch in batches]
     sums = {
         stage: torch.empty(words.shape[0], read_triton.num_blocks_of(words), dtype=torch.int64, device="cuda")
-        for stage, words in experts.words.items()
+        for stage, words in turns[0].words.items()
     }
 
     def read(stage: str) -> Callable[[int], torch.Tensor]:
-        return lambda i: read_triton.read_experts(experts.words[stage], actives[i], sums[stage])
+        return lambda i: read_triton.read_experts(turns[i].words[stage], actives[i], sums[stage])
 
     def read_both(i: int) -> torch.Tensor:
         read("gate_up")(i)
@@ -224,36 +239,36 @@ def _floor(experts: _Experts, batches: list[_Batch]) -> _Variants:
     return {("floor", "gate_up"): read("gate_up"), ("floor", "down"): read("down"), ("floor", "gemms"): read_both}
 
 
-def _engine(options: LayerCudaOptions, name: str, weights: ExpertWeights, batches: list[_Batch]) -> _Variants:
-    """An engine's two GEMMs, both, and the whole layer from router logits."""
+def _engine(options: LayerCudaOptions, name: str, weights: list[ExpertWeights], batches: list[_Batch]) -> _Variants:
+    """An engine's two GEMMs, both, and the whole layer from router logits; weights of each routing."""
     num_tokens, config = batches[0].hidden_states.shape[0], options.preset.router
-    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights) for _ in batches]
+    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights[0]) for _ in batches]
     middles = [
-        gate_up(batch.front.x, batch.schedule, weights, torch.empty_like(workspace.middle))
-        for batch, workspace in zip(batches, workspaces, strict=True)
+        gate_up(batch.front.x, batch.schedule, own, torch.empty_like(workspace.middle))
+        for batch, own, workspace in zip(batches, weights, workspaces, strict=True)
     ]
 
     def run_layer(i: int) -> torch.Tensor:
         batch = batches[i]
-        return routed_moe(batch.hidden_states, batch.router_logits, weights, config, workspace=workspaces[i])
+        return routed_moe(batch.hidden_states, batch.router_logits, weights[i], config, workspace=workspaces[i])
 
     return {
-        (name, "gate_up"): lambda i: gate_up(batches[i].front.x, batches[i].schedule, weights, workspaces[i].middle),
-        (name, "down"): lambda i: down(middles[i], batches[i].schedule, weights, workspaces[i].rows),
+        (name, "gate_up"): lambda i: gate_up(batches[i].front.x, batches[i].schedule, weights[i], workspaces[i].middle),
+        (name, "down"): lambda i: down(middles[i], batches[i].schedule, weights[i], workspaces[i].rows),
         (name, "gemms"): lambda i: gemms(
-            batches[i].front.x, batches[i].schedule, weights, workspaces[i].middle, workspaces[i].rows
+            batches[i].front.x, batches[i].schedule, weights[i], workspaces[i].middle, workspaces[i].rows
         ),
         (name, "layer"): run_layer,
     }
 
 
 def _composition(
-    options: LayerCudaOptions, weights: ExpertWeights, placement: ExpertPlacement, batches: list[_Batch]
+    options: LayerCudaOptions, weights: list[ExpertWeights], placement: ExpertPlacement, batches: list[_Batch]
 ) -> _Variants:
     """What can be put together from library parts: the front, a schedule pass over its packed ids, GEMM, activation and
     quantisation, GEMM, combine, each a launch or more of its own."""
     num_tokens, config = batches[0].hidden_states.shape[0], options.preset.router
-    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights) for _ in batches]
+    workspaces = [Workspace.allocate(num_tokens, config.top_k, weights[0]) for _ in batches]
     local_range = placement.local_range
     assert local_range is not None
 
@@ -266,7 +281,7 @@ def _composition(
         return fused_moe(
             front.x,
             front.routing,
-            weights,
+            weights[i],
             num_experts=space.num_experts,
             local_expert_offset=space.local_expert_offset,
             workspace=workspaces[i],

@@ -5,27 +5,17 @@
 // warps of a block share an item's input dimension in steps of 128; each streams its own part of the weights through its
 // own ring of bulk copies, decodes it to bfloat16 in registers and multiplies it by the rows, which lie in shared memory.
 // The finishing warps add the parts up and write the item's outputs, while the others are at the next item.
-// Nothing is included, so the source compiles with NVRTC anywhere. The including side defines:
-//   GATE_UP            1 gate_up, 0 down
-//   NUM_INPUTS, NUM_OUTPUTS  of the logical weight; a gate_up tile is 32 gate rows and the 32 up rows of the same columns
+// Nothing is included, so the source compiles with NVRTC anywhere. Prepended: experts_common.cuh. The including side defines,
+// beside what that wants:
 //   MAX_LOCAL_EXPERTS  size of the tables in shared memory
 //   WARPS, DEPTH, ROWS multiplying warps of a block, ring slots (steps) of a warp, rows of an item (4 or 8)
 //   FINISHERS, BUFFERS finishing warps of a block, items whose parts wait for them
 //   BLOCKS             blocks that share a multiprocessor
 //   FROM_MASKS         1 rows come from token masks, 0 from offsets and row tokens
-//   HAS_BIAS, HAS_FACTOR
-//   ACTIVATION         0 SiTU, 1 SwiGLU; HAS_LIMIT
 // docs/kernels.md, section "Expert GEMMs", says why each step is what it is.
 
-#define FULL_MASK 0xffffffffu
 #define THREADS ((WARPS + FINISHERS) * 32)
-#define TILE 64                 // outputs of an item
-#define STEP 128                // inputs of a step: a group of 32 for each thread of a quad
-#define STEPS ((NUM_INPUTS + STEP - 1) / STEP)
 #define PADDED_INPUTS (STEPS * STEP)
-#define HALF_BYTES (32 * 64 + 128)  // half a step: 32 outputs, four groups of 16 bytes each, and their scales
-#define SLOT_BYTES (2 * HALF_BYTES)
-#define TILES ((NUM_OUTPUTS + TILE - 1) / TILE)
 #define PARTIALS (STEPS < WARPS ? STEPS : WARPS)  // warps that have a part of an item
 #define ROW_BYTES (PADDED_INPUTS * 2)
 
@@ -43,7 +33,7 @@ struct ExpertsArguments {
   unsigned char* middle_scale;    // gate_up: [R, NUM_OUTPUTS / 64]
   int num_local_experts;
   int is_chained;                 // the previous launch of the stream read the same schedule
-  float activation[3];            // beta, linear_beta; or alpha, limit, up_offset
+  float activation[4];            // beta, linear_beta and their reciprocals; or alpha, limit, up_offset
 };
 
 struct Shared {
@@ -58,58 +48,14 @@ struct Shared {
   int warp_total[WARPS + FINISHERS][2];
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void initialize_barrier(unsigned barrier, unsigned count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n .reg .pred done;\n"
-      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      " @!done bra again;\n}"
-      ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
 __device__ __forceinline__ void copy_in(unsigned destination, const unsigned char* source, unsigned barrier,
                                         unsigned long long policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(SLOT_BYTES) : "memory");
+  expect_bytes(barrier, SLOT_BYTES);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           destination),
       "l"(source), "r"(SLOT_BYTES), "r"(barrier), "l"(policy)
       : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(unsigned address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
-  unsigned product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
-// Eight e2m1 codes to four pairs of bfloat16. Sign and magnitude of a pair's codes stand so that a shift brings them to
-// bits 15 and 8..6 of each half; that is 2^-126 of the value, subnormals included, and the scale makes up for it.
-__device__ __forceinline__ void decode(unsigned word, unsigned scale, unsigned (&pair)[4]) {
-  constexpr unsigned code = 0x81c081c0u, sign = 0x80008000u;
-  const unsigned left6 = word << 6, left1 = word << 1, right3 = word >> 3, left2 = word << 2;
-  pair[0] = word & code;
-  pair[1] = (word << 3) & code;
-  pair[2] = ((left6 & ~sign) | (left1 & sign)) & code;
-  pair[3] = ((right3 & ~sign) | (left2 & sign)) & code;
-#pragma unroll
-  for (int p = 0; p < 4; ++p) pair[p] = multiply_bf16x2(pair[p], scale);
 }
 
 __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
@@ -125,33 +71,9 @@ __device__ __forceinline__ unsigned long long evict_first() {
   return policy;
 }
 
-// What the next launch may read early, the schedule and the weights, was there before this wait ended.
-__device__ __forceinline__ void wait_for_previous_launch() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 __device__ __forceinline__ void synchronize_multiplying() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
 // ------------------------------------------------------------------------------------------------------------- inputs
-
-// Two e4m3 codes times a power of two, exact in bfloat16.
-__device__ __forceinline__ unsigned widen_pair(unsigned short codes, float scale) {
-  unsigned halves, pair;
-  float low, high;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.f32.f16 %0, a;\n cvt.f32.f16 %1, b;\n}"
-      : "=f"(low), "=f"(high)
-      : "r"(halves));
-  low *= scale;
-  high *= scale;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ __forceinline__ float scale_of(unsigned byte) {
-  return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
-}
 
 // The piece-th 16 bytes of a group, moved so that the eight threads of a load phase meet eight different banks.
 __device__ __forceinline__ unsigned piece_offset(int row, int group, int piece) {
@@ -212,20 +134,6 @@ __device__ __forceinline__ float total(const float* partial, int column, int out
 }
 
 #if GATE_UP
-__device__ __forceinline__ float activate(const ExpertsArguments& a, float gate, float up) {
-#if ACTIVATION == 0
-  const float beta = a.activation[0], linear_beta = a.activation[1];
-  return beta * tanhf(gate / beta) * (1.0f / (1.0f + expf(-gate))) * (linear_beta * tanhf(up / linear_beta));
-#else
-  const float alpha = a.activation[0], limit = a.activation[1], up_offset = a.activation[2];
-#if HAS_LIMIT
-  gate = gate > limit ? limit : gate;  // comparisons, since a minimum would replace NaN
-  up = up > limit ? limit : up < -limit ? -limit : up;
-#endif
-  return gate * (1.0f / (1.0f + expf(-alpha * gate))) * (up + up_offset);
-#endif
-}
-
 // A warp finishes one row's 32 columns, one MXFP8 group.
 __device__ __forceinline__ void finish_row(const ExpertsArguments& a, const float* partial, int expert, int tile,
                                            int column, long long row) {
@@ -240,14 +148,11 @@ __device__ __forceinline__ void finish_row(const ExpertsArguments& a, const floa
   gate += a.bias[(long long)expert * NUM_OUTPUTS + tile * 32 + lane];
   up += a.bias[(long long)expert * NUM_OUTPUTS + width + tile * 32 + lane];
 #endif
-  const float value = activate(a, gate, up);
-  unsigned amax = __reduce_max_sync(FULL_MASK, __float_as_uint(value) & 0x7fffffffu);
+  const float value = activate(a.activation, gate, up);
+  const unsigned amax = __reduce_max_sync(FULL_MASK, __float_as_uint(value) & 0x7fffffffu);
   const bool is_finite = amax < 0x7f800000u;
-  amax = max(amax, 0x2edbe6ffu);  // 1e-10
-  // amax = m * 2^k with m in [1, 2): the scale is 2^(k - 8), one more where m > 1.75 (mantissa above 0x600000).
-  const unsigned scale = ((amax + 0x1fffffu) >> 23) - 8;
-  unsigned short codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value * __uint_as_float((254 - scale) << 23)));
+  const unsigned scale = mxfp8_scale(amax);
+  const unsigned codes = e4m3_pair(value * __uint_as_float((254 - scale) << 23), 0);
   a.middle[row * width + tile * 32 + lane] = is_finite ? (unsigned char)codes : 0x7f;
   if (lane == 0) a.middle_scale[row * (width / 32) + tile] = is_finite ? (unsigned char)scale : 255;
 }

@@ -11,11 +11,20 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from rankmoe.kernels import combine_cuda, nvrtc
+from rankmoe.kernels import combine_cuda, experts_common, experts_grouped_cuda, nvrtc
+from rankmoe.kernels.experts_common import (
+    HALF_BYTES,
+    MAX_SHARED_BYTES,
+    RESERVED_SHARED_BYTES,
+    STEP,
+    TILE,
+    ActivationConstants,
+    Stage,
+    expert_nbytes,
+)
 from rankmoe.quantize import groups_with_values
 from rankmoe.types import (
     GROUP_SIZE,
@@ -26,15 +35,8 @@ from rankmoe.types import (
     PackedExperts,
     Problem,
     Routing,
-    SiTU,
 )
 
-TILE = 64
-STEP = 128
-#: Bytes of half a step: 32 outputs by 128 inputs in half bytes, and their 128 scales.
-HALF_BYTES = 2048 + 128
-#: What a block may use of a multiprocessor's shared memory, and what the system takes beside it for each block.
-MAX_SHARED_BYTES, RESERVED_SHARED_BYTES = 232_448, 1024
 MAX_LOCAL_EXPERTS = 1024
 #: A stored scale byte is the checkpoint's plus this, the exponent of the factor that e2m1 bits in bfloat16 want.
 _SCALE_OFFSET = 126
@@ -91,7 +93,7 @@ class ExpertsConfig:
 @cache
 def default_config(num_inputs: int, num_local_experts: int) -> ExpertsConfig | None:
     """The first of a few configurations that fits, or None."""
-    tables = _table_size(num_local_experts)
+    tables = experts_common.table_size(num_local_experts)
     candidates = (
         ExpertsConfig(8, 1, 8, 2, 1, 2),
         ExpertsConfig(8, 1, 4, 1, 1, 2),
@@ -128,11 +130,6 @@ def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
     packed_w13, w13_factor = _pack_one("w13", w13, True, device)
     packed_w2, w2_factor = _pack_one("w2", w2, False, device)
     return PackedExperts(packed_w13, packed_w2, w13_factor, w2_factor)
-
-
-def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
-    """Bytes of one expert's weight in the kernel's order, padding included."""
-    return -(-num_outputs // TILE) * -(-num_inputs // STEP) * 2 * HALF_BYTES
 
 
 def _pack_one(
@@ -231,8 +228,13 @@ def gate_up(
     The middle lies in ``out`` where that is contiguous. No host sync; capturable.
     """
     middle = middle_in(out)
-    if out.numel():
-        _launch(_Stage(weights, True), x, _Source.of(schedule), middle, None, config)
+    if not out.numel():
+        return middle
+    stage = Stage(weights, True)
+    if config is None and experts_grouped_cuda.is_chosen(schedule, weights.placement.num_experts):
+        experts_grouped_cuda.gate_up(x, schedule, stage, middle)
+    else:
+        _launch(stage, x, _Source.of(schedule), middle, None, config)
     return middle
 
 
@@ -252,8 +254,13 @@ def down(
     Rows beyond the schedule's last one keep what ``out`` holds. No host sync; capturable.
     """
     rows = out if out.is_contiguous() else torch.empty(out.shape, device=out.device)
-    if out.numel():
-        _launch(_Stage(weights, False), middle, _Source.of(schedule), None, rows, config, is_chained)
+    if not out.numel():
+        return rows
+    stage = Stage(weights, False)
+    if config is None and experts_grouped_cuda.is_chosen(schedule, weights.placement.num_experts):
+        experts_grouped_cuda.down(middle, schedule, stage, rows)
+    else:
+        _launch(stage, middle, _Source.of(schedule), None, rows, config, is_chained)
     return rows
 
 
@@ -275,26 +282,6 @@ def middle_in(out: torch.Tensor) -> MXTensor:
     return MXTensor(data, scale, "mxfp8")
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One of the two GEMMs of some weights."""
-
-    weights: ExpertWeights
-    is_gate_up: bool
-
-    @property
-    def weight(self) -> MXTensor:
-        return self.weights.w13 if self.is_gate_up else self.weights.w2
-
-    @property
-    def factor(self) -> torch.Tensor | None:
-        return self.weights.w13_factor if self.is_gate_up else self.weights.w2_factor
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.weights.w13_bias if self.is_gate_up else self.weights.w2_bias
-
-
 def masked(
     x: MXTensor,
     routing: Routing,
@@ -313,8 +300,8 @@ def masked(
     placement = weights.placement
     source = _Source(expert_token_mask=expert_token_mask)
     activated = middle_in(middle)
-    _launch(_Stage(weights, True), x, source, activated, None)
-    _launch(_Stage(weights, False), activated, source, None, rows, is_chained=True)
+    _launch(Stage(weights, True), x, source, activated, None)
+    _launch(Stage(weights, False), activated, source, None, rows, is_chained=True)
     local_range = placement.local_range
     return combine_cuda.combine_masks(
         rows,
@@ -344,7 +331,7 @@ class _Source:
 
 
 def _launch(
-    stage: _Stage,
+    stage: Stage,
     x: MXTensor,
     source: _Source,
     middle: MXTensor | None,
@@ -356,7 +343,7 @@ def _launch(
     device = x.data.device
     config = config or default_config(num_inputs, num_experts)
     assert config is not None, "checked when the weights were packed"
-    _check_buffer(stage.weight)
+    stage.check_buffer()
     data, scale = x.data.contiguous(), x.scale.contiguous()
     kernel = _kernel(
         macros_of(
@@ -370,7 +357,7 @@ def _launch(
             has_bias=stage.bias is not None,
             has_factor=stage.factor is not None,
         ),
-        config.shared_bytes(num_inputs, _table_size(num_experts)),
+        config.shared_bytes(num_inputs, experts_common.table_size(num_experts)),
     )
     arguments = ExpertsArguments(
         weights=stage.weight.data.data_ptr(),
@@ -386,19 +373,11 @@ def _launch(
         middle_scale=None if middle is None else middle.scale.data_ptr(),
         num_local_experts=num_experts,
         is_chained=is_chained,
-        activation=_activation_constants(stage.weights.activation),
+        activation=experts_common.activation_constants(stage.weights.activation),
     )
-    num_blocks = config.blocks * _num_multiprocessors(device)
+    num_blocks = config.blocks * experts_common.num_multiprocessors(device)
     with torch.cuda.device(device):
         kernel.launch(device.index, num_blocks, 32 * (config.warps + config.finishers), arguments)
-
-
-def _check_buffer(weight: MXTensor) -> None:
-    """Raise ValueError unless both parts lie in the buffer that ``pack`` made."""
-    num_experts, num_outputs, num_inputs = weight.shape
-    is_joined = weight.scale.data_ptr() - weight.data.data_ptr() == num_outputs * num_inputs // 2
-    if not is_joined or (num_experts > 1 and weight.data.stride(0) != expert_nbytes(num_outputs, num_inputs)):
-        raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
 
 
 def macros_of(
@@ -414,11 +393,12 @@ def macros_of(
     has_factor: bool,
 ) -> nvrtc.Macros:
     """The macros that ``experts.cu`` is compiled with."""
+    common = experts_common.macros_of(
+        is_gate_up, num_inputs, num_outputs, activation, has_bias=has_bias, has_factor=has_factor
+    )
     return (
-        ("GATE_UP", int(is_gate_up)),
-        ("NUM_INPUTS", num_inputs),
-        ("NUM_OUTPUTS", num_outputs),
-        ("MAX_LOCAL_EXPERTS", _table_size(num_local_experts)),
+        *common,
+        ("MAX_LOCAL_EXPERTS", experts_common.table_size(num_local_experts)),
         ("WARPS", config.warps),
         ("DEPTH", config.depth),
         ("ROWS", config.rows),
@@ -426,18 +406,12 @@ def macros_of(
         ("BUFFERS", config.buffers),
         ("BLOCKS", config.blocks),
         ("FROM_MASKS", int(from_masks)),
-        ("HAS_BIAS", int(has_bias)),
-        ("HAS_FACTOR", int(has_factor)),
-        # What only gate_up reads is the same for every down, so that activations share its kernel.
-        ("ACTIVATION", int(is_gate_up and not isinstance(activation, SiTU))),
-        ("HAS_LIMIT", int(is_gate_up and not isinstance(activation, SiTU) and activation.limit is not None)),
     )
 
 
-@cache
 def source() -> str:
-    """The text of ``experts.cu``."""
-    return (Path(__file__).parent / "experts.cu").read_text()
+    """The text of ``experts.cu`` and what stands before it."""
+    return experts_common.source("experts.cu")
 
 
 @cache
@@ -467,22 +441,5 @@ class ExpertsArguments(ctypes.Structure):
         ),
         ("num_local_experts", ctypes.c_int),
         ("is_chained", ctypes.c_int),
-        ("activation", ctypes.c_float * 3),
+        ("activation", ActivationConstants),
     ]
-
-
-def _activation_constants(activation: Activation) -> ctypes.Array[ctypes.c_float]:
-    constants = ctypes.c_float * 3
-    if isinstance(activation, SiTU):
-        return constants(activation.beta, activation.linear_beta, 0.0)
-    return constants(activation.alpha, activation.limit or 0.0, activation.up_offset)
-
-
-def _table_size(num_local_experts: int) -> int:
-    """Experts that the kernel's tables hold, in steps so that few kernels are compiled."""
-    return -(-num_local_experts // 128) * 128
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
