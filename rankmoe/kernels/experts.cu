@@ -58,6 +58,14 @@ __device__ __forceinline__ void copy_in(unsigned destination, const unsigned cha
       : "memory");
 }
 
+// The four words stay as they are where the condition does not hold.
+__device__ __forceinline__ void load_shared_if(bool condition, unsigned address, unsigned& x, unsigned& y, unsigned& z, unsigned& w) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(x), "+r"(y), "+r"(z), "+r"(w)
+      : "r"(address), "r"((unsigned)condition));
+}
+
 __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                                              unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -286,22 +294,20 @@ __device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared
     synchronize_multiplying();  // nobody reads the previous run's inputs any more
     load_inputs(a, shared, run.expert, first_row, run.group, num_rows);
     synchronize_multiplying();
-    // Columns without a row read the last row; what they add up is never used.
     unsigned inputs[4];
 #pragma unroll
-    for (int piece = 0; piece < 4; ++piece)
-      inputs[piece] = shared_address(shared.inputs) + piece_offset(min(quad_row, num_rows - 1), quad_thread, piece);
+    for (int piece = 0; piece < 4; ++piece) inputs[piece] = shared_address(shared.inputs) + piece_offset(quad_row, quad_thread, piece);
+    // Columns without a row multiply zeros: their sums are never used, and zeros take less power.
+    unsigned input[16] = {};
     for (int tile = 0; tile < run.tiles; ++tile) {
       float sum[4][4] = {};
       const int part = step;
       for (; step < STEPS; step += WARPS) {
         const unsigned base = ring + slot * SLOT_BYTES;
-        unsigned input[16];
 #pragma unroll
-        for (int piece = 0; piece < 4; ++piece) {
-          const uint4 v = load_shared(inputs[piece] + step * (STEP * 2));
-          input[4 * piece] = v.x, input[4 * piece + 1] = v.y, input[4 * piece + 2] = v.z, input[4 * piece + 3] = v.w;
-        }
+        for (int piece = 0; piece < 4; ++piece)
+          load_shared_if(quad_row < num_rows, inputs[piece] + step * (STEP * 2), input[4 * piece], input[4 * piece + 1],
+                         input[4 * piece + 2], input[4 * piece + 3]);
         wait_for(barriers + 8 * slot, parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
