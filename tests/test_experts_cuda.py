@@ -41,24 +41,34 @@ needs_gpu = pytest.mark.skipif(not experts_cuda.available(), reason="needs a Hop
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
+def decode_words(words: torch.Tensor) -> torch.Tensor:
+    """[..., 2] int32 words to [..., 16] float64: 2^-126 of the values, found on bits as the kernels do."""
+    unsigned = words.long() & 0xFFFFFFFF
+    first, second = unsigned.unbind(-1)
+    rest = (first & 0x06030603) | (second & 0xF9FCF9FC)
+    pairs = ((first, 0), (first, 4), (first, 10), (rest, 8), (second, 2), (second, 6), (second, 12), (rest, 14))
+    halves = []
+    for word, rotation in pairs:
+        rotated = ((word << rotation) | (word >> (32 - rotation))) & 0x81C081C0
+        halves += [rotated & 0xFFFF, rotated >> 16]
+    bits = torch.stack(halves, dim=-1) << 16
+    return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32).double()
+
+
 def unpack(packed: MXTensor, num_outputs: int, num_inputs: int, *, is_gate_up: bool) -> torch.Tensor:
     """[L, out, in] float64: the layout read as the kernel reads it, thread by thread."""
     num_experts, num_steps = packed.data.shape[0], -(-num_inputs // 128)
     nbytes = expert_nbytes(num_outputs, num_inputs)
     slots = packed.data.as_strided((num_experts, nbytes), (nbytes, 1)).view(num_experts, -1, num_steps, 2, 2176)
     num_tiles = slots.shape[1]
-    words = slots[..., :2048].contiguous().view(torch.int32).view(num_experts, num_tiles, num_steps, 2, 2, 2, 8, 4, 4)
+    words = (
+        slots[..., :2048].contiguous().view(torch.int32).view(num_experts, num_tiles, num_steps, 2, 2, 2, 8, 4, 2, 2)
+    )
     scales = slots[..., 2048:].reshape(num_experts, num_tiles, num_steps, 2, 8, 4, 2, 2).int()
     scales = (scales << 23).view(torch.float32).double().permute(0, 1, 2, 3, 6, 7, 4, 5)  # block, side, lane
-    out = torch.empty(*words.shape, 4, 2, dtype=torch.float64)
-    for pair, (magnitude_bit, sign_bit) in enumerate(((6, 15), (3, 12), (0, 14), (9, 13))):
-        for half in range(2):
-            magnitude = (words >> (16 * half + magnitude_bit)) & 7
-            sign = (words >> (16 * half + sign_bit)) & 1
-            bf16 = ((magnitude << 6) | (sign << 15)) << 16
-            out[..., pair, half] = bf16.view(torch.float32).double() * scales[..., None]
-    # expert, tile, step, half, block, side, row, thread, word, pair, half -> side, half, block, row; step, thread, ...
-    places = out.permute(0, 1, 5, 3, 4, 6, 2, 7, 8, 9, 10).reshape(num_experts, num_tiles, 2, 32, num_steps * 128)
+    out = decode_words(words) * scales[..., None, None]
+    # expert, tile, step, half, block, side, row, thread, word, code -> side, half, block, row; step, thread, ...
+    places = out.permute(0, 1, 5, 3, 4, 6, 2, 7, 8, 9).reshape(num_experts, num_tiles, 2, 32, num_steps * 128)
     if is_gate_up:
         return places.transpose(1, 2).reshape(num_experts, num_tiles * 64, -1)[:, :num_outputs, :num_inputs]
     return places.reshape(num_experts, num_tiles * 64, -1)[:, :num_outputs, :num_inputs]

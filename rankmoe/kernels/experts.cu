@@ -334,15 +334,16 @@ __device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared
           for (int i = 0; i < 4; ++i) scale[i >> 1][i & 1] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u;
           // Block by block inside, so that two chains of additions are under way.
 #pragma unroll
-          for (int w = 0; w < 4; ++w)
+          for (int w = 0; w < 4; w += 2)
 #pragma unroll
             for (int block = 0; block < 2; ++block) {
-              unsigned low[4], high[4];
-              decode(word[block][0][w], scale[block][0], low);
-              decode(word[block][1][w], scale[block][1], high);
-              float(&own)[4] = sum[2 * half + block];
-              multiply_add(own, low[0], high[0], low[1], high[1], input[4 * w], input[4 * w + 1]);
-              multiply_add(own, low[2], high[2], low[3], high[3], input[4 * w + 2], input[4 * w + 3]);
+              unsigned low[8], high[8];
+              decode(word[block][0][w], word[block][0][w + 1], scale[block][0], low);
+              decode(word[block][1][w], word[block][1][w + 1], scale[block][1], high);
+#pragma unroll
+              for (int pair = 0; pair < 8; pair += 2)
+                multiply_add(sum[2 * half + block], low[pair], high[pair], low[pair + 1], high[pair + 1],
+                             input[4 * w + pair], input[4 * w + pair + 1]);
             }
         }
         if (++slot == DEPTH) {

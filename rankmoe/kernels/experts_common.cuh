@@ -54,17 +54,28 @@ __device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
   return product;
 }
 
-// Eight e2m1 codes to four pairs of bfloat16. Sign and magnitude of a pair's codes stand so that a shift brings them to
-// bits 15 and 8..6 of each half; that is 2^-126 of the value, subnormals included, and the scale makes up for it.
-__device__ __forceinline__ void decode(unsigned word, unsigned scale, unsigned (&pair)[4]) {
-  constexpr unsigned code = 0x81c081c0u, sign = 0x80008000u;
-  const unsigned left6 = word << 6, left1 = word << 1, right3 = word >> 3, left2 = word << 2;
-  pair[0] = word & code;
-  pair[1] = (word << 3) & code;
-  pair[2] = ((left6 & ~sign) | (left1 & sign)) & code;
-  pair[3] = ((right3 & ~sign) | (left2 & sign)) & code;
-#pragma unroll
-  for (int p = 0; p < 4; ++p) pair[p] = multiply_bf16x2(pair[p], scale);
+// A pair's codes, brought from where they stand in a word to bits 15 and 8..6 of the halves: bfloat16 of 2^-126 times the value,
+// subnormals included. The scale makes up for it.
+template <int ROTATION>
+__device__ __forceinline__ unsigned decode_pair(unsigned word, unsigned scale) {
+  const unsigned rotated = ROTATION < 7 ? word << ROTATION : __funnelshift_l(word, word, ROTATION);
+  return multiply_bf16x2(rotated & 0x81c081c0u, scale);
+}
+
+#define REST_OF_FIRST 0x06030603u
+
+// Sixteen e2m1 codes to eight pairs. Three pairs stand in each word so that one rotation brings each to its bits. What is left of
+// either word does not meet what is left of the other, so that both together hold the fourth pairs.
+__device__ __forceinline__ void decode(unsigned first, unsigned second, unsigned scale, unsigned (&pair)[8]) {
+  const unsigned rest = (first & REST_OF_FIRST) | (second & ~REST_OF_FIRST);
+  pair[0] = decode_pair<0>(first, scale);
+  pair[1] = decode_pair<4>(first, scale);
+  pair[2] = decode_pair<10>(first, scale);
+  pair[3] = decode_pair<8>(rest, scale);
+  pair[4] = decode_pair<2>(second, scale);
+  pair[5] = decode_pair<6>(second, scale);
+  pair[6] = decode_pair<12>(second, scale);
+  pair[7] = decode_pair<14>(rest, scale);
 }
 
 // Two e4m3 codes times a power of two, exact in bfloat16.

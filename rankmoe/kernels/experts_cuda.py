@@ -2,8 +2,8 @@
 
 Layout of one expert's [out, in] weight: tiles of 64 outputs, in each tile steps of 128 inputs, in each step two halves.
 A step is one bulk copy; a half of it is 32 outputs of the tile by 128 inputs, in the order in which the 32 threads of a
-warp read them: 16 bytes a thread and output, and then a scale byte for each of these. The eight codes of a word are
-spread so that a shift brings each pair to where bfloat16 has its sign and exponent.
+warp read them: 16 bytes a thread and output, and then a scale byte for each of these. The sixteen codes of two words
+are spread so that a rotation brings each pair to where bfloat16 has its sign and exponent.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _pack_one(
 
 
 #: Tiles that are packed together: the temporaries stay far below one expert.
-_TILES_AT_ONCE = 4
+_TILES_AT_ONCE = 2
 
 
 def _rows_of_tiles(num_outputs: int, is_gate_up: bool) -> torch.Tensor:
@@ -168,14 +168,26 @@ def _rows_of_tiles(num_outputs: int, is_gate_up: bool) -> torch.Tensor:
     return torch.arange(num_outputs).view(2, -1, TILE // 2).transpose(0, 1).reshape(-1, TILE)
 
 
+#: Of the eight pairs of codes that two words hold: how far left ``decode`` in experts_common.cuh rotates for each, and
+#: from which word; None where from what the other pairs leave of both.
+_ROTATIONS = ((0, 0), (4, 0), (10, 0), (8, None), (2, 1), (6, 1), (12, 1), (14, None))
+#: Bits of a half of the first word that the pairs of it alone leave.
+_REST_OF_FIRST = 0x0603
+#: Bits of a half that a pair's codes are wanted at: magnitude from its lowest bit on, sign.
+_WANTED_BITS = (6, 7, 8, 15)
+
+
 def _code_table() -> torch.Tensor:
-    """[4 * 256] int32. What the p-th byte of a group of four, two codes, adds to a word: entry 256 p + byte."""
-    magnitude_bits, sign_bits = torch.tensor([6, 3, 0, 9])[:, None], torch.tensor([15, 12, 14, 13])[:, None]
-    code = torch.arange(16)
-    half = ((code & 7) << magnitude_bits) + ((code >> 3) << sign_bits)
+    """[8 * 256] int64. What the p-th of eight bytes, two codes, adds to two words, first low: entry 256 p + byte."""
+    table = torch.zeros(8, 256, dtype=torch.int64)
     byte = torch.arange(256)
-    word = half[:, byte & 15] + (half[:, byte >> 4] << 16)
-    return torch.where(word >= 2**31, word - 2**32, word).int().flatten()
+    for pair, (rotation, word) in enumerate(_ROTATIONS):
+        for half in range(2):
+            for bit, wanted in enumerate(_WANTED_BITS):
+                place = (wanted + 16 * half - rotation) % 32
+                is_second = not _REST_OF_FIRST >> place % 16 & 1 if word is None else word == 1
+                table[pair] |= (byte >> (4 * half + bit) & 1) << (place + 32 * is_second)
+    return table.flatten()
 
 
 def _pack_tiles(
@@ -188,8 +200,8 @@ def _pack_tiles(
     codes = torch.nn.functional.pad(data[rows], (0, num_steps * STEP // 2 - data.shape[1])).masked_fill(is_padding, 0)
     scale = torch.nn.functional.pad(scale[rows], (0, num_steps * STEP // GROUP_SIZE - scale.shape[1]))
     # A row's place is (side, half, block, quad row), an input's (step, quad thread, byte).
-    byte = codes.view(-1, 4).int() + 256 * torch.arange(4, dtype=torch.int32, device=codes.device)
-    words = torch.nn.functional.embedding(byte, table[:, None]).sum(1, dtype=torch.int32)
+    byte = codes.view(-1, 8).int() + 256 * torch.arange(8, dtype=torch.int32, device=codes.device)
+    words = torch.nn.functional.embedding(byte, table[:, None]).sum(1, dtype=torch.int64).view(torch.int32)
     words = words.view(num_tiles, 2, 2, 2, 8, num_steps, 4, 4).permute(0, 5, 2, 3, 1, 4, 6, 7).contiguous()
     scales = scale.view(num_tiles, 2, 2, 2, 8, num_steps, 4).permute(0, 5, 2, 4, 6, 3, 1)
     shape = (num_tiles, num_steps, 2, -1)

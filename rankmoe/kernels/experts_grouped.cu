@@ -197,11 +197,11 @@ __device__ __forceinline__ void multiply_item(Shared& shared, int& stage, int& p
     for (int slice = 0; slice < 8; ++slice) {
 #pragma unroll
       for (int tile = 0; tile < GROUP_TILES; ++tile) {
-        unsigned low[4], high[4];  // of which the compiler keeps the slice's half
-        decode(word[tile][0][slice >> 1], scale[tile][0], low);
-        decode(word[tile][1][slice >> 1], scale[tile][1], high);
+        unsigned low[8], high[8];  // of which the compiler keeps the slice's pairs
+        decode(word[tile][0][slice / 4 * 2], word[tile][0][slice / 4 * 2 + 1], scale[tile][0], low);
+        decode(word[tile][1][slice / 4 * 2], word[tile][1][slice / 4 * 2 + 1], scale[tile][1], high);
         unsigned(&own)[4] = operand[slice & 1][tile];
-        const int first = 2 * (slice & 1);
+        const int first = slice % 4 * 2;
         own[0] = low[first], own[1] = high[first], own[2] = low[first + 1], own[3] = high[first + 1];
       }
       const unsigned long long columns = describe(inputs + (slice >> 2) * COLUMNS * CHUNK_BYTES + (slice & 3) * 32);
