@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -127,12 +127,38 @@ def _cuda() -> Backend:
     )
 
 
+def _triton(is_scaled: bool = False) -> Backend:
+    from rankmoe.kernels import triton_support
+
+    name = "triton_scaled" if is_scaled else "triton"
+    if not triton_support.available():
+        # Its module needs Triton to be imported.
+        return Backend(name, lambda: False, lambda problem: False, *[_not_here] * 3)
+    from rankmoe.kernels import experts_triton
+
+    return Backend(
+        name=name,
+        available=experts_triton.scaled_available if is_scaled else experts_triton.available,
+        covered=(lambda problem: False) if is_scaled else experts_triton.covered,
+        pack=experts_triton.pack,
+        gate_up=partial(experts_triton.gate_up, is_scaled=is_scaled),
+        down=partial(experts_triton.down, is_scaled=is_scaled),
+        approximated=experts_triton.scaled_approximated if is_scaled else lambda problem: False,
+    )
+
+
+def _not_here(*arguments: Any, **names: Any) -> Any:
+    raise RuntimeError("backend: expected Triton, which is not available here")
+
+
 # In order of preference.
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "cuda": _cuda,
     "cpu": _cpu,
+    "triton": _triton,
     "reference": _reference,
     "humming": _humming,
+    "triton_scaled": partial(_triton, is_scaled=True),
 }
 
 

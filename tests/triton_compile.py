@@ -18,13 +18,23 @@ from triton.runtime.jit import JITFunction, mangle_type
 from rankmoe.kernels import (
     activation_triton,
     combine_triton,
+    experts_triton,
     quantize_triton,
     read_triton,
     route_triton,
     rows_triton,
     schedule_triton,
 )
-from rankmoe.types import ExpertSchedule, LocalRange, MXTensor, RouterConfig, SiTU, SwiGLU
+from rankmoe.types import (
+    ExpertPlacement,
+    ExpertSchedule,
+    ExpertWeights,
+    LocalRange,
+    MXTensor,
+    RouterConfig,
+    SiTU,
+    SwiGLU,
+)
 
 ROUTED = [  # logits, config, bias, valid, local range
     ((8, 896), torch.float32, RouterConfig(16), True, False, LocalRange(112, 112)),
@@ -72,18 +82,36 @@ def compile_expert_calls() -> None:
         rows_triton.widen_rows(torch.zeros(128, 6144).bfloat16(), schedule, bias, torch.zeros(128, 6144))
     words = torch.zeros(112, 9000, dtype=torch.int64)
     read_triton.read_experts(words, torch.arange(8), torch.zeros(8, 2, dtype=torch.int64))
+    compile_gemms(schedule, x)
     for dtype in (torch.bfloat16, torch.float32):
         combine_triton.combine(torch.zeros(128, 3584), torch.zeros(8, 16), schedule, dtype)
 
 
-def main(architectures: list[int]) -> None:
-    compiled: set[str] = set()
+def compile_gemms(schedule: ExpertSchedule, x: MXTensor) -> None:
+    """Both GEMMs, on bfloat16 planes and by ``tl.dot_scaled``, with what each activation has."""
 
-    def compile_instead(kernel, *args, grid, warmup, num_warps=4, enable_fp_fusion=True, **constants):
+    def weight(num_outputs: int, num_inputs: int) -> MXTensor:
+        data = torch.zeros(1, num_outputs, num_inputs // 2, dtype=torch.uint8).expand(112, -1, -1)
+        scale = torch.zeros(1, num_outputs, num_inputs // 32, dtype=torch.uint8).expand(112, -1, -1)
+        return MXTensor(data, scale, "mxfp4")
+
+    w13, w2 = weight(6144, 3584), weight(3584, 3072)
+    bias = (torch.zeros(112, 6144), torch.zeros(112, 3584))
+    for activation, biases in ((SiTU(), (None, None)), (SwiGLU(1.702, 7.0, 1.0), bias)):
+        weights = ExpertWeights(w13, w2, activation, ExpertPlacement(896, 8, 0), "triton", *biases)
+        for is_scaled in (False, True):
+            middle = experts_triton.gate_up(x, schedule, weights, torch.zeros(128, 3072), is_scaled=is_scaled)
+            experts_triton.down(middle, schedule, weights, torch.zeros(128, 3584), is_scaled=is_scaled)
+
+
+def main(architectures: list[int]) -> None:
+    compiled: set[object] = set()
+
+    def compile_instead(kernel, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **constants):
         values = dict(zip(kernel.arg_names, args, strict=False)) | constants
         assert list(values) == kernel.arg_names
         signature, constexprs, attributes = {}, {}, {}
-        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
             if parameter.is_constexpr or value is None:
                 signature[parameter.name], constexprs[parameter.name] = "constexpr", value
@@ -91,14 +119,17 @@ def main(architectures: list[int]) -> None:
             signature[parameter.name] = mangle_type(value)
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        for architecture in architectures[: 1 if kernel.__name__ in compiled else None]:
+        is_native = constants.get("is_scaled") and (kernel.__name__, True) not in compiled
+        for architecture in architectures[: 1 if kernel.__name__ in compiled and not is_native else None]:
             source = ASTSource(kernel, signature, constexprs, attributes)
-            triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        compiled.add(kernel.__name__)
+            binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            if is_native and architecture == 100:
+                assert "kind::mxf8f6f4.block_scale" in binary.asm["ptx"], "not the hardware's block-scaled instruction"
+        compiled.update({kernel.__name__, (kernel.__name__, bool(constants.get("is_scaled")))})
 
     JITFunction.run = compile_instead
     compile_calls()
-    print(json.dumps(sorted(compiled)))
+    print(json.dumps(sorted(name for name in compiled if isinstance(name, str))))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ NUM_LAUNCHES = 24
 #: Bytes of experts that routings take turns at, in copies where a rank has less: some times what an L2 cache holds.
 ROTATED_BYTES = 1_000_000_000
 #: Engines by the name they have in records; the peer is made of humming's GEMMs.
-ENGINES = {"native": "cuda", "humming": "humming"}
+ENGINES = {"native": "cuda", "humming": "humming", "triton": "triton"}
 COMPOSITION_ENGINE = "humming"
 #: Relative L2 of a layer's output from float64. An engine that rounds each GEMM's output to bfloat16 has the wider one:
 #: the rounding moves about one code in thirty of the middle to its neighbour, a sixteenth away.

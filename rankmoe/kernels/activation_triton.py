@@ -103,6 +103,24 @@ def _activate_quantize_kernel(
         own = bias + expert.to(tl.int64) * (2 * intermediate_size) + column
         gate += tl.load(own, mask=is_group[:, None], other=0.0)
         up += tl.load(own + intermediate_size, mask=is_group[:, None], other=0.0)
+    value = activate(gate, up, is_situ, beta, linear_beta, alpha, limit, up_offset)
+    codes, scale_byte = encode_groups(value.to(tl.int32, bitcast=True))
+    tl.store(data + row.to(tl.int64) * intermediate_size + column, codes.to(tl.uint8), mask=is_group[:, None])
+    tl.store(scale + row.to(tl.int64) * num_groups + group, scale_byte.to(tl.uint8), mask=is_group)
+
+
+@triton.jit
+def activate(
+    gate,
+    up,
+    is_situ: tl.constexpr,
+    beta: tl.constexpr,
+    linear_beta: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    up_offset: tl.constexpr,
+):
+    """SiTU or SwiGLU of float32 accumulators."""
     if is_situ:
         value = beta * _tanh(gate / beta) * _sigmoid(gate) * (linear_beta * _tanh(up / linear_beta))
     else:
@@ -111,9 +129,7 @@ def _activate_quantize_kernel(
             up = tl.where(up > limit, limit, up)
             up = tl.where(up < -limit, -limit, up)
         value = gate * _sigmoid(alpha * gate) * (up + up_offset)
-    codes, scale_byte = encode_groups(value.to(tl.int32, bitcast=True))
-    tl.store(data + row.to(tl.int64) * intermediate_size + column, codes.to(tl.uint8), mask=is_group[:, None])
-    tl.store(scale + row.to(tl.int64) * num_groups + group, scale_byte.to(tl.uint8), mask=is_group)
+    return value
 
 
 @triton.jit
