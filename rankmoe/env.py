@@ -19,6 +19,11 @@ def uses_programmatic_launch() -> bool:
     return os.environ.get("RANKMOE_PDL", "1") != "0"
 
 
+def is_batch_invariant() -> bool:
+    """``RANKMOE_BATCH_INVARIANT`` is 1: a token's result has the same bits in any batch, at the price of speed."""
+    return os.environ.get("RANKMOE_BATCH_INVARIANT", "0") == "1"
+
+
 def recorded_commit() -> str | None:
     """``RANKMOE_COMMIT``: the commit that benchmark records name, for a copy whose checkout does not know it."""
     return os.environ.get("RANKMOE_COMMIT")

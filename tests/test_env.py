@@ -22,3 +22,11 @@ def test_every_variable_is_read_here_and_nowhere_else():
     package = Path(env.__file__).parent
     readers = {path.name for path in package.rglob("*.py") if "os.environ" in path.read_text()}
     assert readers == {"env.py"}
+
+
+def test_batch_invariance_is_off_unless_the_variable_is_one(monkeypatch):
+    monkeypatch.delenv("RANKMOE_BATCH_INVARIANT", raising=False)
+    assert not env.is_batch_invariant()
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("RANKMOE_BATCH_INVARIANT", value)
+        assert env.is_batch_invariant() is expected

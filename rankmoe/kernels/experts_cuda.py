@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from rankmoe.env import is_batch_invariant
 from rankmoe.kernels import combine_cuda, experts_common, experts_grouped_cuda, nvrtc
 from rankmoe.kernels.experts_common import (
     HALF_BYTES,
@@ -90,18 +91,31 @@ class ExpertsConfig:
         )
 
 
+#: Up to this many tokens blocks of twice the warps, one a multiprocessor, have more of the few items' bytes under way.
+FEW_TOKENS = 4
+
+
+def default_config(num_inputs: int, num_local_experts: int, num_tokens: int | None = None) -> ExpertsConfig | None:
+    """The first of a few configurations that fits, or None.
+
+    num_tokens: of the batch; None, and with ``RANKMOE_BATCH_INVARIANT`` every batch, gets the one for many.
+    """
+    is_few = num_tokens is not None and num_tokens <= FEW_TOKENS and not is_batch_invariant()
+    return _first_config(num_inputs, experts_common.table_size(num_local_experts), is_few)
+
+
 @cache
-def default_config(num_inputs: int, num_local_experts: int) -> ExpertsConfig | None:
-    """The first of a few configurations that fits, or None."""
-    tables = experts_common.table_size(num_local_experts)
+def _first_config(num_inputs: int, max_local_experts: int, is_few: bool) -> ExpertsConfig | None:
+    few = ExpertsConfig(16, 1, 8, 2, 1, 1)
     candidates = (
+        *([few] if is_few else []),
         ExpertsConfig(8, 1, 8, 2, 1, 2),
         ExpertsConfig(8, 1, 4, 1, 1, 2),
-        ExpertsConfig(16, 1, 8, 2, 1, 1),
+        few,
         ExpertsConfig(16, 1, 4, 2, 1, 1),
         ExpertsConfig(8, 1, 4, 2, 1, 1),
     )
-    return next((config for config in candidates if config.is_valid(num_inputs, tables)), None)
+    return next((config for config in candidates if config.is_valid(num_inputs, max_local_experts)), None)
 
 
 def available() -> bool:
@@ -310,7 +324,7 @@ def masked(
     Returns [T, H] ``out_dtype``. No host sync; capturable.
     """
     placement = weights.placement
-    source = _Source(expert_token_mask=expert_token_mask)
+    source = _Source(x.shape[0], expert_token_mask=expert_token_mask)
     activated = middle_in(middle)
     _launch(Stage(weights, True), x, source, activated, None)
     _launch(Stage(weights, False), activated, source, None, rows, is_chained=True)
@@ -329,8 +343,9 @@ def masked(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the kernel finds the rows of each expert: token masks, or offsets and row tokens."""
+    """How many tokens there are, and where each expert's rows are found: token masks, or offsets and row tokens."""
 
+    num_tokens: int
     expert_token_mask: torch.Tensor | None = None
     expert_offsets: torch.Tensor | None = None
     row_tokens: torch.Tensor | None = None
@@ -338,8 +353,8 @@ class _Source:
     @classmethod
     def of(cls, schedule: ExpertSchedule) -> _Source:
         if schedule.expert_token_mask is not None:
-            return cls(expert_token_mask=schedule.expert_token_mask)
-        return cls(expert_offsets=schedule.expert_offsets, row_tokens=schedule.row_tokens)
+            return cls(schedule.num_tokens, expert_token_mask=schedule.expert_token_mask)
+        return cls(schedule.num_tokens, expert_offsets=schedule.expert_offsets, row_tokens=schedule.row_tokens)
 
 
 def _launch(
@@ -353,7 +368,7 @@ def _launch(
 ) -> None:
     num_experts, num_outputs, num_inputs = stage.weight.shape
     device = x.data.device
-    config = config or default_config(num_inputs, num_experts)
+    config = config or default_config(num_inputs, num_experts, source.num_tokens)
     assert config is not None, "checked when the weights were packed"
     stage.check_buffer()
     data, scale = x.data.contiguous(), x.scale.contiguous()
