@@ -19,14 +19,14 @@ from rankmoe.models.presets import ModelPreset
 from rankmoe.moe import Workspace, fused_moe, routed_moe
 from rankmoe.pack import id_space
 from rankmoe.quantize import dequantize, quantize_mxfp8
-from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
 
 #: How logits are drawn.
 ROUTINGS = ("uniform", "skewed")
-#: Routings that take turns, the same ones for every variant.
-NUM_ROUTINGS = 12
-#: Launches of a captured graph.
-NUM_LAUNCHES = 24
+#: Routings that take turns, the same ones for every variant, and launches of a captured graph; fewer beyond decode
+#: sizes, where every launch reads more than a cache holds, and buffers are large.
+NUM_ROUTINGS, NUM_LAUNCHES = 12, 24
+NUM_LARGE_ROUTINGS, NUM_LARGE_LAUNCHES = 2, 4
 #: Bytes of experts that routings take turns at, in copies where a rank has less: some times what an L2 cache holds.
 ROTATED_BYTES = 1_000_000_000
 #: Engines by the name they have in records; the peer is made of humming's GEMMs.
@@ -162,7 +162,7 @@ def _random_batches(options: LayerCudaOptions, placement: ExpertPlacement, num_t
     generator = torch.Generator("cuda").manual_seed(options.seed + num_tokens)
     bias = skewed_bias(preset.num_experts, options.seed).cuda() if options.routing == "skewed" else 0.0
     batches = []
-    for _ in range(NUM_ROUTINGS):
+    for _ in range(NUM_ROUTINGS if num_tokens <= MAX_FRONT_TOKENS else NUM_LARGE_ROUTINGS):
         hidden_states = torch.randn(num_tokens, preset.hidden_size, device="cuda", generator=generator).bfloat16()
         logits = torch.randn(num_tokens, preset.num_experts, device="cuda", generator=generator) + bias
         front = route_quantize(logits, hidden_states, preset.router, local_range=placement.local_range)
@@ -175,7 +175,7 @@ def _measure(
     options: LayerCudaOptions, placement: ExpertPlacement, copies: list[_Experts], num_tokens: int
 ) -> list[dict[str, object]]:
     batches = _random_batches(options, placement, num_tokens)
-    turns = [copies[i % len(copies)] for i in range(NUM_ROUTINGS)]
+    turns = [copies[i % len(copies)] for i in range(len(batches))]
     variants = _floor(turns, batches)
     for name in copies[0].engines:
         variants |= _engine(options, name, [experts.engines[name] for experts in turns], batches)
@@ -193,9 +193,10 @@ def _measure(
             elif stage != "layer":
                 continue
             _check(f"{variant} {stage}", got, expected, is_rounded=variant in ("humming", "composition"))
-    launches = {f"{v}/{s}": capture_launches(call, NUM_ROUTINGS, NUM_LAUNCHES) for (v, s), call in variants.items()}
+    num_launches = NUM_LAUNCHES if len(batches) == NUM_ROUTINGS else NUM_LARGE_LAUNCHES
+    launches = {f"{v}/{s}": capture_launches(call, len(batches), num_launches) for (v, s), call in variants.items()}
     timings = time_launches(launches, options.rounds, 2)
-    num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / NUM_ROUTINGS
+    num_active = sum(int((batch.schedule.expert_counts > 0).sum()) for batch in batches) / len(batches)
     whole = copies[0].nbytes
     parts = {"gate_up": copies[0].w13.nbytes, "down": copies[0].w2.nbytes}
     rows: list[dict[str, object]] = []

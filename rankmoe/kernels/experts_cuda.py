@@ -92,7 +92,7 @@ class ExpertsConfig:
 
 
 #: Up to this many tokens blocks of twice the warps, one a multiprocessor, have more of the few items' bytes under way.
-FEW_TOKENS = 4
+FEW_TOKENS = 2
 
 
 def default_config(num_inputs: int, num_local_experts: int, num_tokens: int | None = None) -> ExpertsConfig | None:
