@@ -281,12 +281,12 @@ def _e4m3_value(code):
 
 
 @triton.jit
-def _e2m1_value(code):
-    """Float32 of e2m1 codes given as int32."""
-    magnitude = code & 7
-    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+def _e2m1_value(bits):
+    """Float32 of e2m1 codes whose magnitudes stand at bits 24..22 and signs at bit 31 of int32, zeros elsewhere.
+
+    So they are 2^-126 times too small, a subnormal for the two smallest, and a power of two is all that is missing.
+    """
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
@@ -375,8 +375,10 @@ def _gemm_kernel(
             factor = tl.broadcast_to(factor, (outputs, inputs // group_size, group_size // 2))
             factor = tl.reshape(factor, (outputs, inputs // 2))
             codes = codes.to(tl.int32)
-            total = tl.dot((_e2m1_value(codes & 15) * factor).to(even_rows.dtype), even_rows, total)
-            total = tl.dot((_e2m1_value(codes >> 4) * factor).to(odd_rows.dtype), odd_rows, total)
+            low = _e2m1_value(((codes & 0x07) << 22) | ((codes & 0x08) << 28)) * factor
+            high = _e2m1_value(((codes & 0x70) << 18) | ((codes & 0x80) << 24)) * factor
+            total = tl.dot(low.to(even_rows.dtype), even_rows, total)
+            total = tl.dot(high.to(odd_rows.dtype), odd_rows, total)
 
     if bias is not None:
         total += tl.load(bias + output, mask=is_output, other=0.0)[:, None]
