@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rankmoe.expert_source import ExpertSource, stack_experts
 from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
 
 
@@ -55,6 +56,9 @@ class Backend:
     covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
     pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device.
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
+    layout: what ``pack`` makes, and its version; weights of one layout are read by every backend that names it.
+    buffer_of, from_buffer: a packed weight as the one tensor [L, bytes] uint8 that holds it, and back given its outputs
+        and inputs; None where codes and scales are tensors of their own.
     approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
         problem is computed only where the backend is asked for by name.
     gemms: gate_up and down where launches of the two can overlap, or None.
@@ -64,9 +68,12 @@ class Backend:
     name: str
     available: Callable[[], bool]
     covered: Callable[[Problem], bool]
-    pack: Callable[[MXTensor, MXTensor, torch.device], PackedExperts]
+    pack: Callable[[ExpertSource, ExpertSource, torch.device], PackedExperts]
     gate_up: _GateUp
     down: _Down
+    layout: str = "checkpoint 1"
+    buffer_of: Callable[[MXTensor], torch.Tensor] | None = None
+    from_buffer: Callable[[torch.Tensor, int, int], MXTensor] | None = None
     approximated: Callable[[Problem], bool] = lambda problem: False
     gemms: _Gemms | None = None
     masked: _Masked | None = None
@@ -79,7 +86,7 @@ def _reference() -> Backend:
         name="reference",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=lambda w13, w2, device: PackedExperts(w13, w2),
+        pack=lambda w13, w2, device: PackedExperts(stack_experts(w13, device), stack_experts(w2, device)),
         gate_up=reference.gate_up,
         down=reference.down,
     )
@@ -108,12 +115,13 @@ def _humming() -> Backend:
         pack=experts_humming.pack,
         gate_up=experts_humming.gate_up,
         down=experts_humming.down,
+        layout=experts_humming.layout(),
         approximated=experts_humming.approximated,
     )
 
 
 def _cuda() -> Backend:
-    from rankmoe.kernels import experts_cuda
+    from rankmoe.kernels import experts_common, experts_cuda
 
     return Backend(
         name="cuda",
@@ -122,9 +130,15 @@ def _cuda() -> Backend:
         pack=experts_cuda.pack,
         gate_up=experts_cuda.gate_up,
         down=experts_cuda.down,
+        layout=experts_common.LAYOUT,
+        buffer_of=experts_common.buffer_of,
+        from_buffer=experts_common.from_buffer,
         gemms=experts_cuda.gemms,
         masked=experts_cuda.masked,
     )
+
+
+_not_here: Any = NotImplemented  # never called: what is not available is not chosen
 
 
 def _triton(is_scaled: bool = False) -> Backend:
@@ -133,7 +147,7 @@ def _triton(is_scaled: bool = False) -> Backend:
     name = "triton_scaled" if is_scaled else "triton"
     if not triton_support.available():
         # Its module needs Triton to be imported.
-        return Backend(name, lambda: False, lambda problem: False, *[_not_here] * 3)
+        return Backend(name, lambda: False, lambda problem: False, _not_here, _not_here, _not_here)
     from rankmoe.kernels import experts_triton
 
     return Backend(
@@ -145,10 +159,6 @@ def _triton(is_scaled: bool = False) -> Backend:
         down=partial(experts_triton.down, is_scaled=is_scaled),
         approximated=experts_triton.scaled_approximated if is_scaled else lambda problem: False,
     )
-
-
-def _not_here(*arguments: Any, **names: Any) -> Any:
-    raise RuntimeError("backend: expected Triton, which is not available here")
 
 
 # In order of preference.

@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 
 from rankmoe.quantize import check_group_multiple
-from rankmoe.types import GROUP_SIZE, ExpertPlacement, MXTensor
+from rankmoe.types import GROUP_SIZE, ExpertPlacement, MXFormat, MXTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -45,7 +45,7 @@ ProgressCallback = Callable[[int, int, str], None]
 
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 # fmt: off
-_DTYPES = {  # safetensors' names
+DTYPES = {  # safetensors' names
     "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
@@ -111,9 +111,9 @@ class Checkpoint:
         Raises CheckpointError, before a byte is read, where the tensor is missing or is something else.
         """
         entry = self._checked_entry(name, shape, dtype)
-        out = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         with entry.file.open("rb") as file:
-            _read_into(file, name, entry, out)
+            read_into(file, name, entry, out)
         return out
 
     def load_experts(
@@ -132,22 +132,8 @@ class Checkpoint:
         Raises CheckpointError, before anything is read or allocated, unless every tensor of every owned expert is
         there with its shape and dtype; ValueError for a size that is not a multiple of 32.
         """
-        check_group_multiple("hidden_size", hidden_size)
-        check_group_multiple("intermediate_size", intermediate_size)
-        # A placement of fewer experts than the model has would silently leave some out.
-        surplus = f"{layer_prefix}.experts.{placement.num_logical_experts}.w1.weight_packed"
-        if surplus in self.entries:
-            expected = f"no expert beyond the placement's {placement.num_logical_experts}"
-            raise CheckpointError(self.entries[surplus].file, surplus, expected, "this tensor")
-
-        expert_ids = placement.logical_expert_ids
-        w13_shape = (len(expert_ids), 2 * intermediate_size, hidden_size)
-        w2_shape = (len(expert_ids), hidden_size, intermediate_size)
-        layout = _expert_views(layer_prefix, expert_ids, _empty(w13_shape, "meta"), _empty(w2_shape, "meta"))
-        for name, view in layout:
-            self._checked_entry(name, view.shape, view.dtype)
-
-        w13, w2 = _empty(w13_shape), _empty(w2_shape)
+        sources = self.expert_sources(layer_prefix, placement, hidden_size, intermediate_size)
+        expert_ids, (w13, w2) = placement.logical_expert_ids, (_empty(source.shape) for source in sources)
         # In the order of the disk, so that each shard is opened once.
         destinations = [
             (self.entries[name], name, view) for name, view in _expert_views(layer_prefix, expert_ids, w13, w2)
@@ -157,10 +143,37 @@ class Checkpoint:
         for path, of_file in groupby(destinations, key=lambda item: item[0].file):
             with path.open("rb") as file:
                 for entry, name, view in of_file:
-                    _read_into(file, name, entry, view)
+                    read_into(file, name, entry, view)
                     done += 1
                     if progress is not None:
                         progress(done, len(destinations), name)
+        return w13, w2
+
+    def expert_sources(
+        self, layer_prefix: str, placement: ExpertPlacement, hidden_size: int, intermediate_size: int
+    ) -> tuple[CheckpointExperts, CheckpointExperts]:
+        """The experts of one layer that this rank owns, as sources that ``pack_experts`` reads one expert at a time.
+
+        Returns w13 [L, 2 I, H] and w2 [L, H, I]; arguments, order and errors as ``load_experts``. Nothing is read yet.
+        """
+        check_group_multiple("hidden_size", hidden_size)
+        check_group_multiple("intermediate_size", intermediate_size)
+        # A placement of fewer experts than the model has would silently leave some out.
+        surplus = f"{layer_prefix}.experts.{placement.num_logical_experts}.w1.weight_packed"
+        if surplus in self.entries:
+            expected = f"no expert beyond the placement's {placement.num_logical_experts}"
+            raise CheckpointError(self.entries[surplus].file, surplus, expected, "this tensor")
+
+        expert_ids = placement.logical_expert_ids
+        w13 = CheckpointExperts(
+            self, layer_prefix, expert_ids, ("w1", "w3"), (len(expert_ids), 2 * intermediate_size, hidden_size)
+        )
+        w2 = CheckpointExperts(
+            self, layer_prefix, expert_ids, ("w2",), (len(expert_ids), hidden_size, intermediate_size)
+        )
+        layout = _expert_views(layer_prefix, expert_ids, _empty(w13.shape, "meta"), _empty(w2.shape, "meta"))
+        for name, view in layout:
+            self._checked_entry(name, view.shape, view.dtype)
         return w13, w2
 
     def _checked_entry(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None) -> TensorEntry:
@@ -169,13 +182,42 @@ class Checkpoint:
             files = sorted({entry.file.name for entry in self.entries.values()})
             searched = ", ".join(files if len(files) <= 8 else [*files[:3], "...", files[-1]])
             raise CheckpointError(self.directory, name, "this tensor", f"none in {len(files)} files ({searched})")
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise CheckpointError(entry.file, name, "a dtype that torch has", entry.dtype)
-        if dtype is not None and _DTYPES[entry.dtype] != dtype:
-            raise CheckpointError(entry.file, name, f"dtype {dtype}", f"{_DTYPES[entry.dtype]}")
+        if dtype is not None and DTYPES[entry.dtype] != dtype:
+            raise CheckpointError(entry.file, name, f"dtype {dtype}", f"{DTYPES[entry.dtype]}")
         if shape is not None and entry.shape != tuple(shape):
             raise CheckpointError(entry.file, name, f"shape {tuple(shape)}", f"{entry.shape}")
         return entry
+
+
+@dataclass(frozen=True)
+class CheckpointExperts:
+    """One weight of a layer's experts, read from the checkpoint whenever one is asked for.
+
+    expert_ids: the checkpoint's id of each. matrices: whose rows an expert's weight is made of, in order.
+    shape: [L, out, in].
+    """
+
+    checkpoint: Checkpoint
+    layer_prefix: str
+    expert_ids: tuple[int, ...]
+    matrices: tuple[str, ...]
+    shape: tuple[int, int, int]
+    format: MXFormat = "mxfp4"
+
+    def __getitem__(self, index: int, /) -> MXTensor:
+        """[out, in] mxfp4 on the CPU. Raises CheckpointError where a file was cut short since its header was read."""
+        expert = _empty(self.shape[1:])
+        num_rows = self.shape[1] // len(self.matrices)
+        for place, matrix in enumerate(self.matrices):
+            own = expert[place * num_rows : (place + 1) * num_rows]
+            prefix = f"{self.layer_prefix}.experts.{self.expert_ids[index]}.{matrix}"
+            for name, out in ((f"{prefix}.weight_packed", own.data), (f"{prefix}.weight_scale", own.scale)):
+                entry = self.checkpoint.entries[name]
+                with entry.file.open("rb") as file:
+                    read_into(file, name, entry, out)
+        return expert
 
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:
@@ -197,7 +239,7 @@ def _read_entries(directory: Path) -> dict[str, TensorEntry]:
         _check_shard_set(directory, file_names)
     entries: dict[str, TensorEntry] = {}
     for file_name in file_names:
-        for name, entry in _read_header(directory / file_name).items():
+        for name, entry in read_header(directory / file_name)[0].items():
             if name in entries:
                 raise CheckpointError(entry.file, name, "a tensor of one file", f"one in {entries[name].file.name} too")
             entries[name] = entry
@@ -229,8 +271,8 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read a shard's header and check that the file holds exactly the bytes that it announces."""
+def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Read a shard's header, tensors and metadata, and check that the file holds exactly the bytes it announces."""
     with path.open("rb") as file:
         file_size = os.fstat(file.fileno()).st_size
         data_start = 8 + int.from_bytes(file.read(8), "little")
@@ -238,14 +280,14 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(path, None, f"a header of {data_start} bytes", f"a file of {file_size} bytes")
         raw = file.read(data_start - 8)
     header = _parse_json(path, raw)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     entries = {name: _parse_entry(path, name, fields, data_start) for name, fields in header.items()}
 
     by_start = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
     expected_size = max((entry.stop for entry in entries.values()), default=data_start)
     start = data_start
     for name, entry in by_start:
-        stop = start + math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else entry.stop
+        stop = start + math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.stop
         if (entry.start, entry.stop) != (start, stop):
             expected = f"bytes {start} to {stop} for {entry.dtype} {entry.shape}"
             raise CheckpointError(path, name, expected, f"{entry.start} to {entry.stop}")
@@ -254,7 +296,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         start = stop
     if file_size != expected_size:
         raise CheckpointError(path, None, f"a file of {expected_size} bytes", f"{file_size}")
-    return entries
+    return entries, metadata
 
 
 def _parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
@@ -266,7 +308,7 @@ def _parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorE
         raise CheckpointError(path, name, "dtype, shape and data_offsets", f"{fields}") from error
 
 
-def _read_into(file: io.BufferedReader, name: str, entry: TensorEntry, out: torch.Tensor) -> None:
+def read_into(file: io.BufferedReader, name: str, entry: TensorEntry, out: torch.Tensor) -> None:
     """Fill ``out``, contiguous and of the entry's shape and dtype, from an open shard."""
     file.seek(entry.start)
     num_bytes = file.readinto(out.view(-1).view(torch.uint8).numpy().data)
@@ -274,7 +316,7 @@ def _read_into(file: io.BufferedReader, name: str, entry: TensorEntry, out: torc
         raise CheckpointError(entry.file, name, f"{out.nbytes} bytes", f"{num_bytes}")
 
 
-def _empty(shape: tuple[int, int, int], device: str = "cpu") -> MXTensor:
+def _empty(shape: Sequence[int], device: str = "cpu") -> MXTensor:
     *rows, columns = shape
     data = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
     scale = torch.empty(*rows, columns // GROUP_SIZE, dtype=torch.uint8, device=device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from rankmoe.backends import choose_backend, get_backend
+from rankmoe.expert_source import ExpertSource
 from rankmoe.quantize import check_group_multiple
 from rankmoe.types import Activation, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
 
 
 def pack_experts(
-    w13: MXTensor,
-    w2: MXTensor,
+    w13: ExpertSource,
+    w2: ExpertSource,
     activation: Activation,
     placement: ExpertPlacement,
     *,
@@ -23,10 +24,10 @@ def pack_experts(
     """Bring one rank's experts into a backend's layout, once, at load.
 
     w13: [L, 2 I, H] mxfp4 in checkpoint order: gate (w1) rows first, then up (w3) rows.
-    w2: [L, H, I] mxfp4.
+    w2: [L, H, I] mxfp4. Either is an ``MXTensor``, or hands out one expert at a time, as ``Checkpoint.expert_sources``.
     w13_bias, w2_bias: [L, 2 I] and [L, H] float32 or None.
-    device: where the packed weights live; None for where w13 is. Experts in host memory are brought to a GPU one at a
-        time, so that it holds at most one expert beside the packed ones.
+    device: where the packed weights live; None for where w13 is, the CPU for a source. Experts in host memory or on
+        disk are brought to a GPU one at a time, so that it holds at most one expert beside the packed ones.
     Raises ValueError naming the tensor, expected and got for shapes that do not fit, for a count of experts other than
     the placement's, and for sizes that are not multiples of 32.
     """
@@ -52,7 +53,9 @@ def pack_experts(
             raise ValueError(
                 f"{name}: expected ({num_local_experts}, {size}) float32, got {tuple(bias.shape)} {bias.dtype}"
             )
-    device = torch.device(device) if device is not None else w13.data.device
+    if device is None:
+        device = w13.data.device if isinstance(w13, MXTensor) else "cpu"
+    device = torch.device(device)
     problem = Problem(
         num_local_experts=num_local_experts,
         hidden_size=hidden_size,

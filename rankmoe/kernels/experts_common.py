@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from rankmoe.kernels import nvrtc
-from rankmoe.types import Activation, ExpertWeights, MXTensor, SiTU
+from rankmoe.types import GROUP_SIZE, Activation, ExpertWeights, MXTensor, SiTU
 
+#: Name and version of the packed weights' layout; a change of it makes saved weights unreadable, so it gets a new one.
+LAYOUT = "tiles 2"
 TILE = 64
 STEP = 128
 #: Bytes of half a step: 32 outputs by 128 inputs in half bytes, and their 128 scales.
@@ -44,16 +46,41 @@ class Stage:
 
     def check_buffer(self) -> None:
         """Raise ValueError unless both parts of the weight lie in the buffer that ``pack`` made."""
-        weight = self.weight
-        num_experts, num_outputs, num_inputs = weight.shape
-        is_joined = weight.scale.data_ptr() - weight.data.data_ptr() == num_outputs * num_inputs // 2
-        if not is_joined or (num_experts > 1 and weight.data.stride(0) != expert_nbytes(num_outputs, num_inputs)):
-            raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
+        check_buffer(self.weight)
 
 
 def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
     """Bytes of one expert's weight in the kernels' order, padding included."""
     return -(-num_outputs // TILE) * -(-num_inputs // STEP) * 2 * HALF_BYTES
+
+
+def check_buffer(weight: MXTensor) -> None:
+    """Raise ValueError unless both parts of a packed weight lie in one buffer."""
+    num_experts, num_outputs, num_inputs = weight.shape
+    is_joined = weight.scale.data_ptr() - weight.data.data_ptr() == num_outputs * num_inputs // 2
+    if not is_joined or (num_experts > 1 and weight.data.stride(0) != expert_nbytes(num_outputs, num_inputs)):
+        raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
+
+
+def from_buffer(buffer: torch.Tensor, num_outputs: int, num_inputs: int) -> MXTensor:
+    """A packed weight, of the logical shape, in a buffer [L, expert_nbytes] uint8; ValueError for another shape."""
+    num_experts, nbytes = buffer.shape[0], expert_nbytes(num_outputs, num_inputs)
+    if buffer.shape != (num_experts, nbytes):
+        raise ValueError(f"buffer: expected [num_experts, {nbytes}], got {tuple(buffer.shape)}")
+    num_codes, num_scales = num_outputs * num_inputs // 2, num_outputs * num_inputs // GROUP_SIZE
+    return MXTensor(
+        buffer[:, :num_codes].view(num_experts, num_outputs, -1),
+        buffer[:, num_codes : num_codes + num_scales].view(num_experts, num_outputs, -1),
+        "mxfp4",
+    )
+
+
+def buffer_of(weight: MXTensor) -> torch.Tensor:
+    """[L, expert_nbytes] uint8. The whole of a packed weight. Raises ValueError for a copy of its parts."""
+    check_buffer(weight)
+    num_experts, num_outputs, num_inputs = weight.shape
+    nbytes = expert_nbytes(num_outputs, num_inputs)
+    return weight.data.as_strided((num_experts, nbytes), (nbytes, 1))
 
 
 @cache

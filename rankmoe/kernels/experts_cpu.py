@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from rankmoe.activation import apply_activation
+from rankmoe.expert_source import ExpertSource, stack_experts
 from rankmoe.quantize import decode_scale, dequantize, e2m1_pair_table, quantize_mxfp8
 from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts
 
@@ -22,9 +23,10 @@ TILE_ELEMENTS = 256 * 1024
 MAX_SCALE_BYTE = 252
 
 
-def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Keep the checkpoint's layout. Raises ValueError for a scale that float32 arithmetic cannot hold."""
-    for name, tensor in (("w13", w13), ("w2", w2)):
+    packed = PackedExperts(stack_experts(w13, device), stack_experts(w2, device))
+    for name, tensor in (("w13", packed.w13), ("w2", packed.w2)):
         for expert, scale in enumerate(tensor.scale):
             if int(scale.max()) > MAX_SCALE_BYTE:  # rare: look closer
                 too_large = ((scale > MAX_SCALE_BYTE) & (scale < 255)).nonzero()
@@ -34,7 +36,7 @@ def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
                         f"{name}: expected scale bytes up to {MAX_SCALE_BYTE} or 255, got {int(scale[row, group])} in "
                         f"expert {expert}, row {row}, group {group}"
                     )
-    return PackedExperts(w13, w2)
+    return packed
 
 
 def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor) -> MXTensor:

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 
 from rankmoe.env import is_batch_invariant
+from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import combine_cuda, experts_common, experts_grouped_cuda, nvrtc
 from rankmoe.kernels.experts_common import (
     HALF_BYTES,
@@ -134,7 +135,7 @@ def covered(problem: Problem) -> bool:
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
-def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order to the kernel's order on a device, an expert at a time and a few tiles of it at once.
 
     ``data`` and ``scale`` of a packed tensor have the logical shape and are the two parts of an expert's buffer; codes
@@ -147,7 +148,7 @@ def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
 
 
 def _pack_one(
-    name: str, tensor: MXTensor, is_gate_up: bool, device: torch.device
+    name: str, tensor: ExpertSource, is_gate_up: bool, device: torch.device
 ) -> tuple[MXTensor, torch.Tensor | None]:
     num_experts, num_outputs, num_inputs = tensor.shape
     num_tiles, num_steps = -(-num_outputs // TILE), -(-num_inputs // STEP)
@@ -162,12 +163,7 @@ def _pack_one(
         for first in range(0, num_tiles, _TILES_AT_ONCE):
             tiles = slice(first, first + _TILES_AT_ONCE)
             slots[tiles] = _pack_tiles(weight.data, scale, rows[tiles], table, num_steps)
-    num_codes, num_scales = num_outputs * num_inputs // 2, num_outputs * num_inputs // GROUP_SIZE
-    packed = MXTensor(
-        buffer[:, :num_codes].view(tensor.data.shape),
-        buffer[:, num_codes : num_codes + num_scales].view(tensor.scale.shape),
-        "mxfp4",
-    )
+    packed = experts_common.from_buffer(buffer, num_outputs, num_inputs)
     return packed, torch.exp2(shifts.double()).float().to(device) if bool(shifts.any()) else None
 
 

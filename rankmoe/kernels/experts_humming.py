@@ -11,6 +11,7 @@ humming's form of MXFP4 weights for e4m3 activations folds a group's scale into 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import triton_support
 from rankmoe.quantize import groups_with_values
 from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
@@ -45,6 +47,13 @@ def available() -> bool:
     )
 
 
+def layout() -> str:
+    """humming's order of weights, which is its own version's."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"humming {importlib.metadata.version('humming-kernels')}"
+    return "humming"
+
+
 def covered(problem: Problem) -> bool:
     """False: no problem is computed without the rounding of each GEMM's output to bfloat16."""
     return False
@@ -56,7 +65,7 @@ def approximated(problem: Problem) -> bool:
     return problem.device_type == "cuda" and problem.num_local_experts > 0 and not any(s % SIZE_MULTIPLE for s in sizes)
 
 
-def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order to humming's order on a GPU, one expert at a time.
 
     Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
@@ -206,7 +215,7 @@ def _layer_config(
     )
 
 
-def _pack_one(name: str, tensor: MXTensor, device: torch.device) -> tuple[MXTensor, torch.Tensor]:
+def _pack_one(name: str, tensor: ExpertSource, device: torch.device) -> tuple[MXTensor, torch.Tensor]:
     """One weight tensor in humming's order, and the factor of each expert [L] or row [L, out]."""
     from humming.transform import transform_humming_tensors
 
@@ -214,7 +223,10 @@ def _pack_one(name: str, tensor: MXTensor, device: torch.device) -> tuple[MXTens
     ranges = [check_scales(name, expert, tensor[expert]) for expert in range(num_experts)]
     is_factor_per_row = any(whole >= SCALE_OCTAVES for whole in ranges)
     config = _layer_config(1, num_outputs, num_inputs, is_factor_per_row, device)
-    data, scale = (torch.empty(t.shape, dtype=torch.uint8, device=device) for t in (tensor.data, tensor.scale))
+    data, scale = (
+        torch.empty(num_experts, num_outputs, num_inputs // n, dtype=torch.uint8, device=device)
+        for n in (2, GROUP_SIZE)
+    )
     packed = MXTensor(data, scale, "mxfp4")
     factors = []
     for expert in range(num_experts):

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rankmoe.expert_source import ExpertSource, stack_experts
 from rankmoe.kernels import triton_support
 from rankmoe.kernels.activation_triton import activate
 from rankmoe.kernels.quantize_triton import encode_groups
@@ -68,20 +69,16 @@ def scaled_approximated(problem: Problem) -> bool:
     return problem.device_type == "cuda" and problem.num_local_experts > 0
 
 
-def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order as it is, on a device; tensors that are there already are not copied.
 
     Raises ValueError, naming tensor, expert, row and group, for a scale that bfloat16 cannot hold times every code.
     """
-    for name, tensor in (("w13", w13), ("w2", w2)):
+    packed = PackedExperts(stack_experts(w13, device), stack_experts(w2, device))
+    for name, tensor in (("w13", packed.w13), ("w2", packed.w2)):
         for expert in range(tensor.shape[0]):
             check_scales(name, expert, tensor[expert])
-    w13, w2 = w13.to(device), w2.to(device)
-    return PackedExperts(_contiguous(w13), _contiguous(w2))
-
-
-def _contiguous(tensor: MXTensor) -> MXTensor:
-    return MXTensor(tensor.data.contiguous(), tensor.scale.contiguous(), tensor.format)
+    return packed
 
 
 def check_scales(name: str, expert: int, weight: MXTensor) -> None:
@@ -162,7 +159,7 @@ def _launch(
     num_experts, num_outputs, num_inputs = weight.shape
     num_rows = schedule.row_tokens.shape[0]
     row_tokens = schedule.row_tokens if is_gate_up else None
-    x = _contiguous(x)
+    x = MXTensor(x.data.contiguous(), x.scale.contiguous(), "mxfp8")
     even = odd = None
     if not is_scaled:
         even, odd = row_planes(x, schedule, row_tokens)
