@@ -216,7 +216,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    print(torch.cuda.get_device_name(), torch.__version__, "NVRTC", nvrtc._compiler_version(), flush=True)
+    print(torch.cuda.get_device_name(), torch.__version__, "NVRTC", nvrtc.compiler_version(), flush=True)
     failures = []
     if not arguments.skip_checks:
         cases = front_cases.front_cases()

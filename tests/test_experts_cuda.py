@@ -20,8 +20,16 @@ from rankmoe.backends import choose_backend
 from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up, pack_experts
 from rankmoe.front import route_quantize
-from rankmoe.kernels import combine_cuda, experts_cuda, nvrtc
-from rankmoe.kernels.experts_cuda import ExpertsConfig, default_config, expert_nbytes, macros_of, stored_scales
+from rankmoe.kernels import combine_cuda, experts_cuda, experts_grouped_cuda, nvrtc
+from rankmoe.kernels.experts_cuda import (
+    ExpertsConfig,
+    config_from,
+    config_values,
+    default_config,
+    expert_nbytes,
+    macros_of,
+    stored_scales,
+)
 from rankmoe.moe import Workspace, fused_moe, routed_moe
 from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.schedule import build_schedule
@@ -128,13 +136,21 @@ def test_shapes_of_published_models_are_covered(name):
     assert not experts_cuda.covered(dataclasses.replace(problem, hidden_size=65536))
 
 
-def test_few_tokens_have_a_configuration_of_their_own_but_not_where_batches_must_not_matter(monkeypatch):
+def test_few_rows_have_a_configuration_of_their_own_but_not_where_batches_must_not_matter(monkeypatch):
     monkeypatch.delenv("RANKMOE_BATCH_INVARIANT", raising=False)
-    many, few = default_config(3584, 112), default_config(3584, 112, experts_cuda.FEW_TOKENS)
+    many, few = default_config(3584, 112), default_config(3584, 112, experts_cuda.FEW_ROWS)
     assert few != many
-    assert default_config(3584, 112, experts_cuda.FEW_TOKENS + 1) == many
+    assert default_config(3584, 112, experts_cuda.FEW_ROWS + 1) == many
     monkeypatch.setenv("RANKMOE_BATCH_INVARIANT", "1")
     assert default_config(3584, 112, 1) == many
+
+
+def test_configurations_survive_as_plain_values():
+    for config in (ExpertsConfig(16, 2), experts_grouped_cuda.DEFAULT_CONFIG):
+        assert config_from(config_values(config)) == config
+    for values in ({}, {"kernel": "other"}, {"kernel": "decode", "warp": 1}):
+        with pytest.raises(ValueError, match="values: expected a kernel of decode, grouped and its fields"):
+            config_from(values)
 
 
 def test_configurations_that_do_not_fit_are_invalid():

@@ -222,8 +222,10 @@ def test_the_switch_is_by_shapes_alone():
     everyone = build_schedule(torch.zeros(70, 1, dtype=torch.int32).cuda(), 8, num_experts=8)
     nobody = build_schedule(torch.full((70, 1), -1, dtype=torch.int32).cuda(), 8, num_experts=8)
     for schedule in (everyone, nobody):
-        assert experts_grouped_cuda.is_chosen(schedule, 8)
-        assert not experts_grouped_cuda.is_chosen(schedule, 9)
+        for is_gate_up in (True, False):
+            config = experts_cuda._config_for(Stage(weights, is_gate_up), schedule)
+            assert isinstance(config, GroupedConfig)
+    assert not experts_grouped_cuda.is_chosen(63, 8, x.scale.device)
     assert not down(gate_up(x, nobody, weights), nobody, weights, torch.zeros(70, 128, device="cuda")).any()
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"types", "env"},
     {
         *("activation", "backends", "combine", "expert_source", "experts", "front", "kernels", "pack", "quantize"),
-        *("reference", "route", "schedule"),
+        *("reference", "route", "schedule", "tuned"),
     },
     {"moe"},
     {"checkpoint", "distributed", "handoff", "models", "packed", "runner", "tuning"},

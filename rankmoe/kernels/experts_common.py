@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,6 +128,20 @@ def activation_constants(activation: Activation) -> ctypes.Array[ctypes.c_float]
 def table_size(num_local_experts: int) -> int:
     """Experts that the kernels' tables hold, in steps so that few kernels are compiled."""
     return -(-num_local_experts // 128) * 128
+
+
+@cache
+def fingerprint() -> str:
+    """Of everything that a tuned configuration's time depends on in this package: sources, layout, compiler."""
+    names = ("experts.cu", "experts_grouped.cu", "widen_rows.cu")
+    parts = [*(source(name) for name in names), LAYOUT, repr(nvrtc.compiler_version())]
+    return hashlib.sha256(chr(0).join(parts).encode()).hexdigest()
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """Of a GPU."""
+    return str(torch.cuda.get_device_name(device))
 
 
 @cache

@@ -9,11 +9,15 @@ are spread so that a rotation brings each pair to where bfloat16 has its sign an
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
+from rankmoe import tuned
 from rankmoe.env import is_batch_invariant
 from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import combine_cuda, experts_common, experts_grouped_cuda, nvrtc
@@ -27,7 +31,9 @@ from rankmoe.kernels.experts_common import (
     Stage,
     expert_nbytes,
 )
+from rankmoe.kernels.experts_grouped_cuda import GroupedConfig
 from rankmoe.quantize import groups_with_values
+from rankmoe.tuned import TuningKey
 from rankmoe.types import (
     GROUP_SIZE,
     Activation,
@@ -37,6 +43,7 @@ from rankmoe.types import (
     PackedExperts,
     Problem,
     Routing,
+    SiTU,
 )
 
 MAX_LOCAL_EXPERTS = 1024
@@ -92,16 +99,43 @@ class ExpertsConfig:
         )
 
 
-#: Up to this many tokens blocks of twice the warps, one a multiprocessor, have more of the few items' bytes under way.
-FEW_TOKENS = 2
+#: Up to this many expected rows of the rank, blocks of twice the warps, one a multiprocessor, have more of the few
+#: items' bytes under way.
+FEW_ROWS = 4
+#: What a launch can be configured by: the kernel of a decode step, or the one of many rows.
+GemmConfig = ExpertsConfig | GroupedConfig
+_KERNELS: dict[str, type[ExpertsConfig] | type[GroupedConfig]] = {"decode": ExpertsConfig, "grouped": GroupedConfig}
 
 
-def default_config(num_inputs: int, num_local_experts: int, num_tokens: int | None = None) -> ExpertsConfig | None:
-    """The first of a few configurations that fits, or None.
+def config_values(config: GemmConfig) -> dict[str, Any]:
+    """A configuration as plain values, for files."""
+    kernel = next(name for name, cls in _KERNELS.items() if isinstance(config, cls))
+    return {"kernel": kernel, **dataclasses.asdict(config)}
 
-    num_tokens: of the batch; None, and with ``RANKMOE_BATCH_INVARIANT`` every batch, gets the one for many.
+
+def config_from(values: Mapping[str, Any]) -> GemmConfig:
+    """What ``config_values`` was given. Raises ValueError for anything else."""
+    fields = dict(values)
+    try:
+        return _KERNELS[fields.pop("kernel")](**fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"values: expected a kernel of {', '.join(_KERNELS)} and its fields, got {values}") from error
+
+
+def is_valid(config: GemmConfig, num_inputs: int, num_local_experts: int) -> bool:
+    """Whether a launch of this configuration fits a multiprocessor and is written for."""
+    if isinstance(config, GroupedConfig):
+        return config.is_valid(num_local_experts)
+    return config.is_valid(num_inputs, experts_common.table_size(num_local_experts))
+
+
+def default_config(num_inputs: int, num_local_experts: int, num_rows: float | None = None) -> ExpertsConfig | None:
+    """The first of a few configurations of the decode kernel that fits, or None.
+
+    num_rows: what uniform routing gives the rank; None, and with ``RANKMOE_BATCH_INVARIANT`` every number, gets the
+        configuration for many.
     """
-    is_few = num_tokens is not None and num_tokens <= FEW_TOKENS and not is_batch_invariant()
+    is_few = num_rows is not None and num_rows <= FEW_ROWS and not is_batch_invariant()
     return _first_config(num_inputs, experts_common.table_size(num_local_experts), is_few)
 
 
@@ -117,6 +151,65 @@ def _first_config(num_inputs: int, max_local_experts: int, is_few: bool) -> Expe
         ExpertsConfig(8, 1, 4, 2, 1, 1),
     )
     return next((config for config in candidates if config.is_valid(num_inputs, max_local_experts)), None)
+
+
+def heuristic_config(
+    num_inputs: int, num_local_experts: int, num_rows: float, *, has_masks: bool, device: torch.device
+) -> GemmConfig:
+    """What is launched where nothing was tuned.
+
+    num_rows: what uniform routing gives the rank; from shapes alone, so the same for global and rank-local ids.
+    has_masks: whether the schedule has token masks, which a decode step's has.
+    """
+    # The sums of the two kernels have another order each.
+    if (
+        not has_masks
+        and not is_batch_invariant()
+        and experts_grouped_cuda.is_chosen(num_rows, num_local_experts, device)
+    ):
+        return experts_grouped_cuda.DEFAULT_CONFIG
+    config = default_config(num_inputs, num_local_experts, num_rows)
+    assert config is not None, "checked when the weights were packed"
+    return config
+
+
+def tuning_key(stage: Stage, num_slots: int, device: torch.device) -> TuningKey:
+    """The key of one GEMM of some weights for a batch of ``num_slots`` tokens by experts a token."""
+    num_local_experts, num_outputs, num_inputs = stage.weight.shape
+    major, minor = torch.cuda.get_device_capability(device)
+    return TuningKey(
+        stage="gate_up" if stage.is_gate_up else "down",
+        num_local_experts=num_local_experts,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        activation=activation_name(stage.weights.activation) if stage.is_gate_up else "",
+        has_bias=stage.bias is not None,
+        expected_rows=tuned.expected_rows(num_slots, num_local_experts, stage.weights.placement.num_experts),
+        architecture=f"sm_{major}{minor}",
+    )
+
+
+def activation_name(activation: Activation) -> str:
+    """What gate_up is compiled for."""
+    if isinstance(activation, SiTU):
+        return "situ"
+    return "swiglu" if activation.limit is None else "swiglu-limit"
+
+
+def chosen_config(stage: Stage, num_slots: int, *, has_masks: bool, device: torch.device) -> GemmConfig:
+    """The tuned configuration where there is one that fits, else the heuristic one."""
+    num_local_experts, _, num_inputs = stage.weight.shape
+    if not is_batch_invariant():
+        key = tuning_key(stage, num_slots, device)
+        answer = tuned.lookup(key, experts_common.fingerprint(), experts_common.device_name(device))
+        if answer.values is not None:
+            config = config_from(answer.values)
+            if is_valid(config, num_inputs, num_local_experts) and not (
+                has_masks and isinstance(config, GroupedConfig)
+            ):
+                return config
+    num_rows = num_slots * num_local_experts / stage.weights.placement.num_experts
+    return heuristic_config(num_inputs, num_local_experts, num_rows, has_masks=has_masks, device=device)
 
 
 def available() -> bool:
@@ -243,7 +336,7 @@ def gate_up(
     weights: ExpertWeights,
     out: torch.Tensor,
     *,
-    config: ExpertsConfig | None = None,
+    config: GemmConfig | None = None,
 ) -> MXTensor:
     """[T, H] MXFP8 activations to the [R, I] MXFP8 middle; see ``rankmoe.experts.gate_up``.
 
@@ -253,8 +346,9 @@ def gate_up(
     if not out.numel():
         return middle
     stage = Stage(weights, True)
-    if config is None and experts_grouped_cuda.is_chosen(schedule, weights.placement.num_experts):
-        experts_grouped_cuda.gate_up(x, schedule, stage, middle)
+    config = config or _config_for(stage, schedule)
+    if isinstance(config, GroupedConfig):
+        experts_grouped_cuda.gate_up(x, schedule, stage, middle, config)
     else:
         _launch(stage, x, _Source.of(schedule), middle, None, config)
     return middle
@@ -266,7 +360,7 @@ def down(
     weights: ExpertWeights,
     out: torch.Tensor,
     *,
-    config: ExpertsConfig | None = None,
+    config: GemmConfig | None = None,
     is_chained: bool = False,
 ) -> torch.Tensor:
     """[R, I] MXFP8 middle to [R, H] float32 rows; see ``rankmoe.experts.down``.
@@ -279,11 +373,17 @@ def down(
     if not out.numel():
         return rows
     stage = Stage(weights, False)
-    if config is None and experts_grouped_cuda.is_chosen(schedule, weights.placement.num_experts):
-        experts_grouped_cuda.down(middle, schedule, stage, rows)
+    config = config or _config_for(stage, schedule)
+    if isinstance(config, GroupedConfig):
+        experts_grouped_cuda.down(middle, schedule, stage, rows, config)
     else:
         _launch(stage, middle, _Source.of(schedule), None, rows, config, is_chained)
     return rows
+
+
+def _config_for(stage: Stage, schedule: ExpertSchedule) -> GemmConfig:
+    has_masks = schedule.expert_token_mask is not None
+    return chosen_config(stage, schedule.slot_rows.numel(), has_masks=has_masks, device=schedule.row_tokens.device)
 
 
 def gemms(
@@ -320,10 +420,15 @@ def masked(
     Returns [T, H] ``out_dtype``. No host sync; capturable.
     """
     placement = weights.placement
-    source = _Source(x.shape[0], expert_token_mask=expert_token_mask)
-    activated = middle_in(middle)
-    _launch(Stage(weights, True), x, source, activated, None)
-    _launch(Stage(weights, False), activated, source, None, rows, is_chained=True)
+    source, activated = _Source(expert_token_mask=expert_token_mask), middle_in(middle)
+    first, second = Stage(weights, True), Stage(weights, False)
+    configs = []
+    for stage in (first, second):
+        config = chosen_config(stage, routing.topk_ids.numel(), has_masks=True, device=x.data.device)
+        assert isinstance(config, ExpertsConfig), "with masks nothing else is chosen"
+        configs.append(config)
+    _launch(first, x, source, activated, None, configs[0])
+    _launch(second, activated, source, None, rows, configs[1], is_chained=True)
     local_range = placement.local_range
     return combine_cuda.combine_masks(
         rows,
@@ -339,9 +444,8 @@ def masked(
 
 @dataclass(frozen=True)
 class _Source:
-    """How many tokens there are, and where each expert's rows are found: token masks, or offsets and row tokens."""
+    """Where the kernel finds the rows of each expert: token masks, or offsets and row tokens."""
 
-    num_tokens: int
     expert_token_mask: torch.Tensor | None = None
     expert_offsets: torch.Tensor | None = None
     row_tokens: torch.Tensor | None = None
@@ -349,8 +453,8 @@ class _Source:
     @classmethod
     def of(cls, schedule: ExpertSchedule) -> _Source:
         if schedule.expert_token_mask is not None:
-            return cls(schedule.num_tokens, expert_token_mask=schedule.expert_token_mask)
-        return cls(schedule.num_tokens, expert_offsets=schedule.expert_offsets, row_tokens=schedule.row_tokens)
+            return cls(expert_token_mask=schedule.expert_token_mask)
+        return cls(expert_offsets=schedule.expert_offsets, row_tokens=schedule.row_tokens)
 
 
 def _launch(
@@ -359,13 +463,11 @@ def _launch(
     source: _Source,
     middle: MXTensor | None,
     rows: torch.Tensor | None,
-    config: ExpertsConfig | None = None,
+    config: ExpertsConfig,
     is_chained: bool = False,
 ) -> None:
     num_experts, num_outputs, num_inputs = stage.weight.shape
     device = x.data.device
-    config = config or default_config(num_inputs, num_experts, source.num_tokens)
-    assert config is not None, "checked when the weights were packed"
     stage.check_buffer()
     data, scale = x.data.contiguous(), x.scale.contiguous()
     kernel = _kernel(

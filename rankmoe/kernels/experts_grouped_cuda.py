@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from rankmoe.env import is_batch_invariant
 from rankmoe.kernels import experts_common, nvrtc
 from rankmoe.kernels.experts_common import HALF_BYTES, MAX_SHARED_BYTES, STEP, ActivationConstants, Stage
 from rankmoe.types import ExpertSchedule, MXTensor
@@ -83,18 +82,16 @@ class GroupedConfig:
 
 DEFAULT_CONFIG = GroupedConfig()
 #: Mean rows an expert, were routing uniform, from which this is faster than experts.cu with its eight rows a pass.
-_FROM_ROWS = 8
+FROM_ROWS = 8
 
 
-def is_chosen(schedule: ExpertSchedule, num_experts: int) -> bool:
-    """Whether these kernels take a schedule, on a GPU that has their instructions.
+def is_chosen(num_rows: float, num_local_experts: int, device: torch.device) -> bool:
+    """Whether these kernels are the heuristic choice, on a GPU that has their instructions.
 
-    num_experts: of the model. Decided by shapes alone, so the same for global and rank-local ids. Their sums have
-        another order than those of experts.cu, so never with ``RANKMOE_BATCH_INVARIANT``.
+    num_rows: what uniform routing gives the rank.
     """
-    device = schedule.row_tokens.device
-    is_large = schedule.expert_token_mask is None and schedule.slot_rows.numel() >= _FROM_ROWS * num_experts
-    return is_large and not is_batch_invariant() and torch.cuda.get_device_capability(device) == _ARCHITECTURE
+    is_large = num_rows >= FROM_ROWS * num_local_experts
+    return is_large and torch.cuda.get_device_capability(device) == _ARCHITECTURE
 
 
 def gate_up(

@@ -14,7 +14,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 from functools import cache
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import triton_support
 from rankmoe.quantize import groups_with_values
+from rankmoe.tuned import expected_rows
 from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
 
 #: Octaves between the smallest and the largest scale of a row, exclusive, that weights in e4m3 hold exactly.
@@ -88,8 +88,8 @@ def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: 
     rows, scales = rows_triton.gather_rows(x, schedule)
     # [R, I] float32 and [R, 2 I] bfloat16 take the same room.
     accumulators = (out if out.is_contiguous() else torch.empty(out.shape, device=out.device)).view(torch.bfloat16)
-    expected_rows = _expected_rows(schedule, weights)
-    _grouped_gemm(rows, scales, weights.w13, weights.w13_factor, schedule, expected_rows, accumulators)
+    num_rows = _expected_rows(schedule, weights)
+    _grouped_gemm(rows, scales, weights.w13, weights.w13_factor, schedule, num_rows, accumulators)
     return activation_triton.activate_quantize(accumulators, weights.activation, schedule, weights.w13_bias)
 
 
@@ -111,13 +111,8 @@ def down(middle: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out
 
 
 def _expected_rows(schedule: ExpertSchedule, weights: ExpertWeights) -> int:
-    """Rows that uniform routing would give this rank, up to a power of two; tiles are chosen for it.
-
-    Read from shapes, so that it is the same for global and rank-local ids and needs no look at the schedule.
-    """
-    num_slots = schedule.slot_rows.numel()
-    expected = math.ceil(num_slots * weights.num_local_experts / weights.placement.num_experts)
-    return triton_support.next_power_of_2(expected)
+    """What tiles are chosen for."""
+    return expected_rows(schedule.slot_rows.numel(), weights.num_local_experts, weights.placement.num_experts)
 
 
 def _grouped_gemm(

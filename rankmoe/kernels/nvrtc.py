@@ -36,11 +36,12 @@ _OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 
 def can_compile() -> bool:
     """True where NVRTC and its Python bindings are installed."""
-    return _compiler_version() is not None
+    return compiler_version() is not None
 
 
 @cache
-def _compiler_version() -> tuple[int, int] | None:
+def compiler_version() -> tuple[int, int] | None:
+    """Of NVRTC, or None where it or its Python bindings are missing."""
     try:
         from cuda.bindings import nvrtc
 
@@ -130,7 +131,7 @@ def _check(error: Any, what: str) -> None:
 
 def cubin_path(source: str, macros: Mapping[str, int | str], architecture: str) -> Path:
     """Where the compiled kernel is kept."""
-    parts = [source, *_options(macros, architecture), repr(_compiler_version())]
+    parts = [source, *_options(macros, architecture), repr(compiler_version())]
     return cache_directory() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.cubin"
 
 

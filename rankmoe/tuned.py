@@ -1,0 +1,158 @@
+"""Which configuration a GEMM was tuned to. Here it is only looked up; ``rankmoe.tuning`` searches, when asked to.
+
+The key of a configuration is the work that one rank does, and nothing of how ids are written: calls with global and
+with rank-local ids share it by construction.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rankmoe.env import cache_directory
+
+FILE_FORMAT = 1
+_SHIPPED = Path(__file__).parent / "tuned_configs"
+_LOG = logging.getLogger("rankmoe")
+
+Stage = Literal["gate_up", "down"]
+Source = Literal["explicit", "user cache", "shipped", "heuristic"]
+
+
+@dataclass(frozen=True, order=True)
+class TuningKey:
+    """One GEMM's work on one rank: MXFP8 rows by MXFP4 weights.
+
+    num_outputs, num_inputs: of the logical weight; of gate_up, gates and ups.
+    activation: ``situ``, ``swiglu`` or ``swiglu-limit``, which gate_up is compiled for; empty for down.
+    expected_rows: rows that uniform routing gives the rank, up to a power of two.
+    architecture: as ``sm_90``.
+    """
+
+    stage: Stage
+    num_local_experts: int
+    num_outputs: int
+    num_inputs: int
+    activation: str
+    has_bias: bool
+    expected_rows: int
+    architecture: str
+
+    def __str__(self) -> str:
+        """The key in a file."""
+        bias = "-bias" if self.has_bias else ""
+        activation = f"-{self.activation}" if self.activation else ""
+        sizes = f"{self.num_local_experts}x{self.num_outputs}x{self.num_inputs}"
+        return f"{self.stage}-{sizes}-mxfp8-mxfp4{activation}{bias}-rows{self.expected_rows}-{self.architecture}"
+
+
+class Answer(NamedTuple):
+    """A configuration's fields, or None where the caller's heuristic decides, and where it comes from."""
+
+    values: Mapping[str, Any] | None
+    source: Source
+
+
+def expected_rows(num_slots: int, num_local_experts: int, num_experts: int) -> int:
+    """Rows that uniform routing gives a rank, up to a power of two.
+
+    num_slots: tokens by experts a token. Known from shapes: the same for both forms of ids, and no look at a schedule.
+    """
+    return 1 << max(0, math.ceil(num_slots * num_local_experts / num_experts) - 1).bit_length()
+
+
+class _State(threading.local):
+    explicit: Mapping[str, Mapping[str, Any]] = {}
+
+
+_state = _State()
+_files: dict[Path, Mapping[str, Any]] = {}
+_missed: set[str] = set()
+
+
+@contextmanager
+def use(configs: Mapping[TuningKey, Mapping[str, Any]]) -> Iterator[None]:
+    """Have this thread's calls take the given configurations before any file's."""
+    before = _state.explicit
+    _state.explicit = {**before, **{str(key): values for key, values in configs.items()}}
+    try:
+        yield
+    finally:
+        _state.explicit = before
+
+
+def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
+    """The configuration for a key: an explicit one, the user's, the shipped one, else the caller's heuristic.
+
+    fingerprint: of the kernels' sources and compiler; entries made with others do not count.
+    A miss is logged once a key. Files are read once; ``forget`` has them read again.
+    """
+    name = str(key)
+    if name in _state.explicit:
+        return Answer(_state.explicit[name], "explicit")
+    files: tuple[tuple[Path, Source], ...] = (
+        (user_file(fingerprint, device_name), "user cache"),
+        (shipped_file(device_name), "shipped"),
+    )
+    for path, source in files:
+        entry = _entries(path, fingerprint).get(name)
+        if entry is not None:
+            return Answer(entry["config"], source)
+    if name not in _missed:
+        _missed.add(name)
+        _LOG.info("no tuned configuration for %s on %s; `rankmoe tune` makes one", name, device_name)
+    return Answer(None, "heuristic")
+
+
+def user_file(fingerprint: str, device_name: str) -> Path:
+    """Where ``rankmoe tune`` writes for these kernels and this device."""
+    return cache_directory() / "tuning" / f"{_slug(device_name)}-{fingerprint[:16]}.json"
+
+
+def shipped_file(device_name: str) -> Path:
+    """What the package brings for a device; most have none."""
+    return _SHIPPED / f"{_slug(device_name)}.json"
+
+
+def _slug(device_name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def forget() -> None:
+    """Read files again when they are next asked for, and log misses anew."""
+    _files.clear()
+    _missed.clear()
+
+
+def _entries(path: Path, fingerprint: str) -> Mapping[str, Any]:
+    if path not in _files:
+        _files[path] = read_file(path, fingerprint)
+    return _files[path]
+
+
+def read_file(path: Path, fingerprint: str) -> dict[str, Any]:
+    """A file's entries by key; none where it is absent or made by other kernels, nor, with a warning, where damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    try:
+        content = json.loads(text)
+        if content["format"] != FILE_FORMAT or content["fingerprint"] != fingerprint:
+            return {}
+        entries = content["entries"]
+        for entry in entries.values():
+            dict(entry["config"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        warnings.warn(f"{path}: damaged tuning file; its configurations do not count", stacklevel=2)
+        return {}
+    return dict(entries)
