@@ -20,6 +20,9 @@ from rankmoe.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from rankmoe.bench.record import Record
+    from rankmoe.models.presets import ModelPreset
+    from rankmoe.tuned import TuningKey
+    from rankmoe.types import ExpertPlacement
 
 app = typer.Typer(
     help="Route, quantise, schedule and run the experts of large mixture-of-experts models under expert parallelism.",
@@ -270,6 +273,124 @@ def _generate_json(result: Any) -> dict[str, Any]:
     }
 
 
+@app.command()
+def tune(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    batch: Annotated[
+        str, typer.Option(help="Batch sizes that will be served: numbers and ranges, separated by commas.")
+    ] = "1-64",
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Run nothing: show each key, and where its configuration comes from.")
+    ] = False,
+    routing: Annotated[
+        Path | None,
+        typer.Option(help="Recorded routing, a torch file of [N, K] global expert ids; all alike by default."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Search for keys that are known, too.")] = False,
+    device_name: Annotated[
+        str | None, typer.Option(help="With --coverage: another device than this machine's, as 'NVIDIA H200'.")
+    ] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Search for the fastest configuration of the native expert GEMMs for one rank (0) of a model, and keep it.
+
+    A key holds the work and nothing of how ids are written, so calls with global and rank-local ids share it. Nothing
+    is searched for while serving. Example: `rankmoe tune --model kimi-k3 --ep 8 --batch 1-64`
+    """
+    import torch
+
+    from rankmoe import tuned
+    from rankmoe.kernels import experts_common, experts_cuda
+    from rankmoe.models.presets import get_preset
+    from rankmoe.tuning import coverage as find_coverage
+    from rankmoe.tuning import plan_keys
+    from rankmoe.tuning import tune as search
+    from rankmoe.types import ExpertPlacement
+
+    preset, batches = get_preset(model), _ranges("batch", batch)
+    placement = ExpertPlacement(preset.num_experts, ep, 0)
+    architecture = "sm_90"
+    if experts_cuda.available():
+        device = torch.device("cuda")
+        major, minor = torch.cuda.get_device_capability(device)
+        device_name, architecture = device_name or experts_common.device_name(device), f"sm_{major}{minor}"
+    elif device_name is None or not coverage:
+        raise ValueError(
+            "tune: expected a GPU that the native kernels run on, found none; --coverage needs --device-name"
+        )
+    keys = plan_keys(preset, placement, batches, architecture)
+    fingerprint = experts_common.fingerprint()
+    if not coverage:
+        from rankmoe.bench.profile import GpuProfiler, popularity_of
+
+        popularity = None if routing is None else popularity_of(torch.load(routing, weights_only=True), placement)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("making random experts", total=len(keys))
+            profiler = GpuProfiler(preset, placement, popularity)
+            report = search(
+                keys,
+                profiler,
+                tuned.user_file(fingerprint, device_name),
+                fingerprint,
+                force=force,
+                progress=lambda done, total, key: progress.update(
+                    task, completed=done, total=total, description=str(key)
+                ),
+            )
+    rows = [
+        {
+            "batches": _batches_of(key, preset, placement, batches),
+            "gemm": key.stage,
+            "expected_rows": key.expected_rows,
+            "source": source,
+            "config": _config_text(config),
+            "key": str(key),
+        }
+        for key, config, source in find_coverage(keys, fingerprint, device_name)
+    ]
+    path = tuned.user_file(fingerprint, device_name)
+    if as_json:
+        _print_json({"device": device_name, "file": str(path), "keys": rows})
+        return
+    console = Console()
+    console.print(f"{model}, EP {ep}, rank 0, on {device_name}; both forms of ids look up these keys", highlight=False)
+    table = Table("batches", "GEMM", "expected rows", "comes from", "configuration")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in ("batches", "gemm", "expected_rows", "source", "config")))
+    console.print(table)
+    if not coverage:
+        failures = sum(result.num_failures for result in report.tuned)
+        console.print(
+            f"{len(report.tuned)} keys searched, {report.num_known} known before, {failures} candidates could not be "
+            f"launched; kept in {path}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _config_text(config: Any) -> str:
+    """A configuration as `decode: warps 8, depth 1, ...`."""
+    from rankmoe.kernels.experts_cuda import config_values
+
+    values = dict(config) if isinstance(config, dict) else config_values(config)
+    kernel = values.pop("kernel")
+    return f"{kernel}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _batches_of(key: TuningKey, preset: ModelPreset, placement: ExpertPlacement, batches: list[int]) -> str:
+    """The batch sizes that look a key up, as ranges."""
+    from rankmoe.tuned import expected_rows
+
+    top_k = preset.router.top_k
+    own = [
+        tokens
+        for tokens in batches
+        if expected_rows(tokens * top_k, placement.num_local_experts, placement.num_experts) == key.expected_rows
+    ]
+    return f"{own[0]}" if len(own) == 1 else f"{own[0]}-{own[-1]}"
+
+
 @bench.command("layer")
 def bench_layer(
     model: _MODEL = "kimi-k3",
@@ -412,6 +533,20 @@ def _numbers(name: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ValueError(f"{name}: expected whole numbers above 0, separated by commas, got {text!r}")
     return numbers
+
+
+def _ranges(name: str, text: str) -> list[int]:
+    """Whole numbers, ascending and each once, of `1-8,16`."""
+    numbers: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            numbers |= set(range(int(first), int(last if dash else first) + 1))
+    except ValueError:
+        numbers = set()
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name}: expected whole numbers above 0 and ranges, separated by commas, got {text!r}")
+    return sorted(numbers)
 
 
 def _format_range(offset: int, count: int) -> str:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import rankmoe.pack
 from rankmoe.cli import app
 
-COMMANDS = [["info"], ["check"], ["generate"], ["bench", "layer"], ["bench", "front"]]
+COMMANDS = [["info"], ["check"], ["generate"], ["tune"], ["bench", "layer"], ["bench", "front"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -49,6 +49,7 @@ def test_check_exits_with_0_and_with_1_where_the_relabelling_is_broken(monkeypat
         (["info", "--batch", "1,x"], "rankmoe: batch: expected whole numbers"),
         (["info", "--ep", "1000"], "rankmoe: ep_size: expected 1 to num_experts=896, got 1000"),
         (["bench", "layer", "--routing", "all"], "rankmoe: routing: expected one of uniform, skewed, got 'all'"),
+        (["tune", "--batch", "8-"], "rankmoe: batch: expected whole numbers above 0 and ranges"),
         (["bench", "layer", "--device", "tpu"], "rankmoe: device: expected cpu or cuda, got 'tpu'"),
     ],
 )
@@ -98,3 +99,15 @@ def small_preset(monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setitem(PRESETS, "small", ModelPreset("small", 16, 64, 32, 1, RouterConfig(top_k=4), SiTU()))
     return "small"
+
+
+def test_tune_shows_where_each_configuration_comes_from(tmp_path: Path) -> None:
+    arguments = ["tune", "--coverage", "--batch", "1-64,512", "--device-name", "NVIDIA H200"]
+    environment = {"RANKMOE_CACHE_DIR": str(tmp_path), "COLUMNS": "160"}
+    result = CliRunner().invoke(app, [*arguments, "--json"], env=environment)
+    assert result.exit_code == 0
+    keys = json.loads(result.stdout)["keys"]
+    assert [key["batches"] for key in keys[::2]] == ["1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "512"]
+    assert {key["source"] for key in keys} == {"heuristic"}
+    assert keys[-1]["config"].startswith("grouped: columns 112")
+    assert "decode: warps 8" in CliRunner().invoke(app, arguments, env=environment).stdout

@@ -1,0 +1,177 @@
+"""Run and time candidates of `rankmoe tune` on a GPU: random experts, the rank's real share of rows, cold weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rankmoe.activation import apply_activation
+from rankmoe.bench.cases import random_weight
+from rankmoe.bench.timing import Launches, capture_launches, time_launches
+from rankmoe.experts import pack_experts
+from rankmoe.kernels import experts_cuda
+from rankmoe.kernels.experts_cuda import ExpertsConfig, GemmConfig
+from rankmoe.models.presets import ModelPreset
+from rankmoe.quantize import dequantize, quantize_mxfp8
+from rankmoe.schedule import build_schedule
+from rankmoe.tuned import TuningKey
+from rankmoe.tuning import CandidateError, default_of
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor
+
+#: Routings that take turns, so that no launch finds the last one's experts in the L2 cache; launches of a graph.
+_NUM_ROUTINGS, _NUM_LAUNCHES, _ROUNDS = 6, 12, 7
+#: What a candidate's output may be from float64.
+_TOLERANCE = {"gate_up": 5e-3, "down": 1e-5}
+#: Words of the errors that mean that a launch does not fit: of the driver, of ptxas, of torch's allocator.
+_NO_ROOM = ("OUT_OF_RESOURCES", "OUT_OF_MEMORY", "INVALID_VALUE", "ptxas", "out of memory")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Inputs of one key: rows for the first GEMM, a middle for the second, buffers for each routing."""
+
+    x: list[MXTensor]
+    schedules: list[ExpertSchedule]
+    middles: list[MXTensor]
+    scratch: torch.Tensor
+    rows: torch.Tensor
+
+
+class GpuProfiler:
+    """Candidates on this process's GPU.
+
+    preset: whose experts' sizes, activation and biases are used.
+    popularity: [L] float, how often each of this rank's experts is chosen, from recorded routing; None for all alike.
+    """
+
+    def __init__(
+        self, preset: ModelPreset, placement: ExpertPlacement, popularity: torch.Tensor | None = None, seed: int = 0
+    ) -> None:
+        self._preset, self._seed = preset, seed
+        num_experts = placement.num_local_experts
+        self._popularity = torch.ones(num_experts) if popularity is None else popularity
+        if self._popularity.shape != (num_experts,) or not bool((self._popularity >= 0).all()):
+            raise ValueError(
+                f"popularity: expected {num_experts} numbers from 0 on, got {tuple(self._popularity.shape)}"
+            )
+        generator = torch.Generator("cuda").manual_seed(seed)
+        hidden, width = preset.hidden_size, preset.intermediate_size
+        self._w13 = random_weight(num_experts, 2 * width, hidden, generator)
+        self._w2 = random_weight(num_experts, hidden, width, generator)
+        w13_bias = w2_bias = None
+        if preset.has_bias:
+            w13_bias = torch.randn(num_experts, 2 * width, device="cuda", generator=generator)
+            w2_bias = torch.randn(num_experts, hidden, device="cuda", generator=generator)
+        self._weights: ExpertWeights = pack_experts(
+            self._w13, self._w2, preset.activation, placement, w13_bias=w13_bias, w2_bias=w2_bias, backend="cuda"
+        )
+        self._key: TuningKey | None = None
+        self._case: _Case | None = None
+        self._default: tuple[Launches, float] | None = None
+
+    def check(self, key: TuningKey, config: GemmConfig) -> None:
+        """Raise AssertionError unless the first routing's output is float64's to the tolerance."""
+        case = self._case_of(key)
+        got = self._run(key, config, case, 0)
+        got = dequantize(got, torch.float64) if isinstance(got, MXTensor) else got.double()
+        expected = self._expected(key, case)
+        error = float((got[: len(expected)] - expected).norm() / expected.norm())
+        if not error <= _TOLERANCE[key.stage]:
+            raise AssertionError(f"{key}: {config} is {error:.1e} from float64")
+
+    def time(self, key: TuningKey, config: GemmConfig) -> float:
+        """Median of graph replays, in turn with the default's, whose drift is taken out."""
+        case = self._case_of(key)
+        if self._default is None:
+            launches = self._capture(key, default_of(key), case)
+            self._default = launches, time_launches({"default": launches}, _ROUNDS)["default"].us
+        default, default_us = self._default
+        if config == default_of(key):
+            return default_us
+        timings = time_launches({"default": default, "candidate": self._capture(key, config, case)}, _ROUNDS)
+        return timings["candidate"].us * default_us / timings["default"].us
+
+    def _capture(self, key: TuningKey, config: GemmConfig, case: _Case) -> Launches:
+        return capture_launches(lambda i: self._run(key, config, case, i), _NUM_ROUTINGS, _NUM_LAUNCHES)
+
+    def _run(self, key: TuningKey, config: GemmConfig, case: _Case, i: int) -> MXTensor | torch.Tensor:
+        # Masks are what a decode step's kernel reads; the one of many rows reads offsets.
+        schedule = case.schedules[i]
+        if not isinstance(config, ExpertsConfig):
+            schedule = ExpertSchedule(
+                schedule.num_tokens, None, schedule.expert_offsets, schedule.row_tokens, schedule.slot_rows
+            )
+        run: Callable[[], MXTensor | torch.Tensor]
+        if key.stage == "gate_up":
+            run = lambda: experts_cuda.gate_up(case.x[i], schedule, self._weights, case.scratch, config=config)  # noqa: E731
+        else:
+            run = lambda: experts_cuda.down(case.middles[i], schedule, self._weights, case.rows, config=config)  # noqa: E731
+        try:
+            return run()
+        except RuntimeError as error:
+            if any(word in str(error) for word in _NO_ROOM):
+                raise CandidateError(str(error).splitlines()[0]) from error
+            raise
+
+    def _case_of(self, key: TuningKey) -> _Case:
+        if key != self._key or self._case is None:
+            self._key, self._case, self._default = key, None, None
+            self._case = self._make_case(key)
+        return self._case
+
+    def _make_case(self, key: TuningKey) -> _Case:
+        """The rows that the key expects, over as many tokens as a decode step has, or more where they must be."""
+        num_experts = key.num_local_experts
+        slots = min(self._preset.router.top_k, num_experts, -(-key.expected_rows // MAX_FRONT_TOKENS))
+        num_tokens = -(-key.expected_rows // slots)
+        generator = torch.Generator().manual_seed(self._seed + key.expected_rows)
+        popularity = self._popularity.double() + 1e-9 * self._popularity.double().sum()
+        x, schedules = [], []
+        for _ in range(_NUM_ROUTINGS):
+            ids = torch.multinomial(popularity.expand(num_tokens, -1), slots, generator=generator).int().cuda()
+            schedules.append(build_schedule(ids, num_experts, num_experts=num_experts))
+            hidden_states = torch.randn(num_tokens, self._preset.hidden_size, generator=generator).bfloat16()
+            x.append(quantize_mxfp8(hidden_states.cuda()))
+        num_rows = num_tokens * slots
+        middle = torch.randn(num_rows, self._preset.intermediate_size, generator=generator)
+        middles = [quantize_mxfp8(middle.roll(i, 0).cuda()) for i in range(_NUM_ROUTINGS)]
+        scratch = torch.empty(num_rows, self._preset.intermediate_size, device="cuda")
+        rows = torch.empty(num_rows, self._preset.hidden_size, device="cuda")
+        return _Case(x, schedules, middles, scratch, rows)
+
+    def _expected(self, key: TuningKey, case: _Case) -> torch.Tensor:
+        """[R, out] float64 of the first routing."""
+        schedule, is_gate_up = case.schedules[0], key.stage == "gate_up"
+        weight, bias = (self._w13, self._weights.w13_bias) if is_gate_up else (self._w2, self._weights.w2_bias)
+        offsets, parts = schedule.expert_offsets.tolist(), []
+        rows = dequantize(case.x[0] if is_gate_up else case.middles[0], torch.float64)
+        for expert in range(schedule.num_local_experts):
+            own = slice(offsets[expert], offsets[expert + 1])
+            if own.start == own.stop:
+                continue
+            inputs = rows[schedule.row_tokens[own].long()] if is_gate_up else rows[own]
+            product = inputs @ dequantize(weight[expert], torch.float64).T
+            parts.append(product if bias is None else product + bias[expert].double())
+        result = torch.cat(parts)
+        if not is_gate_up:
+            return result
+        activated = apply_activation(result, self._preset.activation).float()
+        return dequantize(quantize_mxfp8(activated), torch.float64)
+
+
+def popularity_of(topk_ids: torch.Tensor, placement: ExpertPlacement) -> torch.Tensor:
+    """[L] float. How often recorded routing chose each of this rank's experts.
+
+    topk_ids: [N, K] integer global ids; negative ones do not count.
+    Raises ValueError for an id beyond the placement's, and where none is this rank's.
+    """
+    ids = topk_ids.flatten().long()
+    if ids.numel() and int(ids.max()) >= placement.num_experts:
+        raise ValueError(f"topk_ids: expected ids below {placement.num_experts}, got {int(ids.max())}")
+    counts = torch.bincount(ids[ids >= 0], minlength=placement.num_experts)
+    own = counts[list(placement.expert_ids)].float()
+    if not bool(own.any()):
+        raise ValueError("topk_ids: expected some ids of this rank's experts, got none")
+    return own
