@@ -6,14 +6,15 @@ A module with device code is imported when it is asked for, so that ``import ran
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
 
-from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
+from rankmoe.layout import CHECKPOINT_ORDER, Layout, in_checkpoint_order
+from rankmoe.types import ExpertSchedule, ExpertSource, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
 
 
 class _GateUp(Protocol):
@@ -53,8 +54,12 @@ class Backend:
 
     available: whether this machine can run it. Never raises.
     covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
-    pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device.
+    pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device. Holds at
+        most one expert beside the result.
+    layout: that layout.
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
+    device_type: type of the devices that it runs on.
+    packs_on_cpu: whether ``pack`` makes the layout on a CPU too, for weights that run elsewhere.
     approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
         problem is computed only where the backend is asked for by name.
     gemms: gate_up and down where launches of the two can overlap, or None.
@@ -64,9 +69,12 @@ class Backend:
     name: str
     available: Callable[[], bool]
     covered: Callable[[Problem], bool]
-    pack: Callable[[MXTensor, MXTensor, torch.device], PackedExperts]
+    pack: Callable[[ExpertSource, ExpertSource, torch.device], PackedExperts]
+    layout: Layout
     gate_up: _GateUp
     down: _Down
+    device_type: str = "cpu"
+    packs_on_cpu: bool = True
     approximated: Callable[[Problem], bool] = lambda problem: False
     gemms: _Gemms | None = None
     masked: _Masked | None = None
@@ -79,7 +87,8 @@ def _reference() -> Backend:
         name="reference",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=lambda w13, w2, device: PackedExperts(w13, w2),
+        pack=lambda w13, w2, device: PackedExperts(in_checkpoint_order(w13, device), in_checkpoint_order(w2, device)),
+        layout=CHECKPOINT_ORDER,
         gate_up=reference.gate_up,
         down=reference.down,
     )
@@ -93,6 +102,7 @@ def _cpu() -> Backend:
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
         pack=experts_cpu.pack,
+        layout=CHECKPOINT_ORDER,
         gate_up=experts_cpu.gate_up,
         down=experts_cpu.down,
     )
@@ -106,8 +116,11 @@ def _humming() -> Backend:
         available=experts_humming.available,
         covered=experts_humming.covered,
         pack=experts_humming.pack,
+        layout=experts_humming.LAYOUT,
         gate_up=experts_humming.gate_up,
         down=experts_humming.down,
+        device_type="cuda",
+        packs_on_cpu=False,
         approximated=experts_humming.approximated,
     )
 
@@ -120,8 +133,10 @@ def _cuda() -> Backend:
         available=experts_cuda.available,
         covered=experts_cuda.covered,
         pack=experts_cuda.pack,
+        layout=experts_cuda.LAYOUT,
         gate_up=experts_cuda.gate_up,
         down=experts_cuda.down,
+        device_type="cuda",
         gemms=experts_cuda.gemms,
         masked=experts_cuda.masked,
     )
@@ -163,6 +178,18 @@ def choose_backend(problem: Problem, name: str = "auto") -> Backend:
         if candidate.available() and candidate.covered(problem):
             return candidate
     raise ValueError(f"backend: expected one that covers {problem}, got none of {', '.join(_LOADERS)}")
+
+
+def choose_packer(problem: Problem, name: str = "auto") -> Backend:
+    """``choose_backend``, and on the CPU also a named backend whose layout can be made there for use on a GPU.
+
+    Raises ValueError as ``choose_backend``.
+    """
+    if name != "auto" and problem.device_type == "cpu":
+        backend = get_backend(name)
+        if backend.packs_on_cpu and backend.covered(replace(problem, device_type=backend.device_type)):
+            return backend
+    return choose_backend(problem, name)
 
 
 @cache

@@ -80,13 +80,13 @@ def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch) -> N
     read: list[str] = []
     import rankmoe.checkpoint as checkpoint
 
-    original = checkpoint._read_into
+    original = checkpoint.read_into
 
     def recording(file, name, entry, out):
         read.append(name)
         return original(file, name, entry, out)
 
-    monkeypatch.setattr(checkpoint, "_read_into", recording)
+    monkeypatch.setattr(checkpoint, "read_into", recording)
     load_nano(ExpertParallelGroup(ep_rank=2, ep_size=4))
     experts = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
     assert experts == set(range(32, 48))

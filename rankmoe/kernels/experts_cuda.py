@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 
 from rankmoe.kernels import combine_cuda, nvrtc
-from rankmoe.quantize import groups_with_values
+from rankmoe.layout import Layout
+from rankmoe.quantize import ScaleError, groups_with_values
 from rankmoe.types import (
     GROUP_SIZE,
     Activation,
     ExpertSchedule,
+    ExpertSource,
     ExpertWeights,
     MXTensor,
     PackedExperts,
@@ -118,12 +120,12 @@ def covered(problem: Problem) -> bool:
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
-def pack(w13: MXTensor, w2: MXTensor, device: torch.device) -> PackedExperts:
+def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order to the kernel's order on a device, an expert at a time and a few tiles of it at once.
 
     ``data`` and ``scale`` of a packed tensor have the logical shape and are the two parts of an expert's buffer; codes
     and scales are interleaved in it, so neither part means anything alone.
-    Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
+    Raises ScaleError for a scale that the arithmetic cannot hold.
     """
     packed_w13, w13_factor = _pack_one("w13", w13, True, device)
     packed_w2, w2_factor = _pack_one("w2", w2, False, device)
@@ -135,29 +137,67 @@ def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // TILE) * -(-num_inputs // STEP) * 2 * HALF_BYTES
 
 
-def _pack_one(
-    name: str, tensor: MXTensor, is_gate_up: bool, device: torch.device
-) -> tuple[MXTensor, torch.Tensor | None]:
-    num_experts, num_outputs, num_inputs = tensor.shape
-    num_tiles, num_steps = -(-num_outputs // TILE), -(-num_inputs // STEP)
+def empty_packed(shape: tuple[int, ...], device: torch.device) -> MXTensor:
+    """An uninitialised weight [L, out, in] in the kernel's order: one buffer, and its two parts."""
+    num_experts, num_outputs, num_inputs = shape
+    num_codes, num_scales = num_outputs * num_inputs // 2, num_outputs * num_inputs // GROUP_SIZE
     buffer = torch.empty(num_experts, expert_nbytes(num_outputs, num_inputs), dtype=torch.uint8, device=device)
+    data = buffer[:, :num_codes].view(num_experts, num_outputs, num_inputs // 2)
+    scale = buffer[:, num_codes : num_codes + num_scales].view(num_experts, num_outputs, num_inputs // GROUP_SIZE)
+    return MXTensor(data, scale, "mxfp4")
+
+
+def buffer_of(weight: MXTensor) -> torch.Tensor:
+    """[L, bytes of an expert] uint8: all of a weight, padding included. ValueError for a copy of its parts."""
+    num_experts, num_outputs, num_inputs = weight.shape
+    data, scale, nbytes = weight.data, weight.scale, expert_nbytes(num_outputs, num_inputs)
+    is_joined = (
+        data.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
+        and scale.storage_offset() - data.storage_offset() == num_outputs * num_inputs // 2
+        and (num_experts == 1 or data.stride(0) == scale.stride(0) == nbytes)
+    )
+    if not is_joined:
+        raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
+    return data.as_strided((num_experts, nbytes), (nbytes, 1))
+
+
+LAYOUT = Layout(
+    version="cuda/1",
+    empty=empty_packed,
+    buffers=lambda weight: {"buffer": buffer_of(weight)},
+    factor_dims=(0, 1),
+)
+
+
+def _pack_one(
+    name: str, source: ExpertSource, is_gate_up: bool, device: torch.device
+) -> tuple[MXTensor, torch.Tensor | None]:
+    num_experts, num_outputs, _ = source.shape
+    packed = empty_packed(source.shape, device)
+    buffer = buffer_of(packed)
     rows = _rows_of_tiles(num_outputs, is_gate_up).to(device)
     table = _code_table().to(device)
     shifts = torch.zeros(num_experts, dtype=torch.int32)
     for expert in range(num_experts):
-        weight = tensor[expert].to(device)
-        scale, shifts[expert] = stored_scales(name, expert, weight)
-        slots = buffer[expert].view(num_tiles, num_steps, 2, HALF_BYTES)
-        for first in range(0, num_tiles, _TILES_AT_ONCE):
-            tiles = slice(first, first + _TILES_AT_ONCE)
-            slots[tiles] = _pack_tiles(weight.data, scale, rows[tiles], table, num_steps)
-    num_codes, num_scales = num_outputs * num_inputs // 2, num_outputs * num_inputs // GROUP_SIZE
-    packed = MXTensor(
-        buffer[:, :num_codes].view(tensor.data.shape),
-        buffer[:, num_codes : num_codes + num_scales].view(tensor.scale.shape),
-        "mxfp4",
-    )
+        shifts[expert] = _pack_expert(name, expert, source, rows, table, buffer[expert])
     return packed, torch.exp2(shifts.double()).float().to(device) if bool(shifts.any()) else None
+
+
+def _pack_expert(
+    name: str, expert: int, source: ExpertSource, rows: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+) -> int:
+    """Pack an expert into its part of the buffer; returns the octaves of its factor.
+
+    In a function of its own, so that no expert is held while the next one is fetched.
+    """
+    weight = source[expert].to(out.device)
+    scale, shift = stored_scales(name, expert, weight)
+    num_tiles, num_steps = rows.shape[0], -(-weight.shape[1] // STEP)
+    slots = out.view(num_tiles, num_steps, 2, HALF_BYTES)
+    for first in range(0, num_tiles, _TILES_AT_ONCE):
+        tiles = slice(first, first + _TILES_AT_ONCE)
+        slots[tiles] = _pack_tiles(weight.data, scale, rows[tiles], table, num_steps)
+    return shift
 
 
 #: Tiles that are packed together: the temporaries stay far below one expert.
@@ -202,7 +242,7 @@ def _pack_tiles(
 def stored_scales(name: str, expert: int, weight: MXTensor) -> tuple[torch.Tensor, int]:
     """([out, groups] uint8 as the kernel reads them, octaves that the expert's factor makes up for).
 
-    Groups of zeros have no say. Raises ValueError for the byte of NaN and for scales too far below the largest.
+    Groups of zeros have no say. Raises ScaleError for the byte of NaN and for scales too far below the largest.
     """
     has_value, scale = groups_with_values(weight), weight.scale.to(torch.int16)
     largest = int(torch.where(has_value & (scale < 255), scale, 0).amax())
@@ -210,10 +250,9 @@ def stored_scales(name: str, expert: int, weight: MXTensor) -> tuple[torch.Tenso
     is_wrong = (has_value & (scale - shift < MIN_SCALE_BYTE)) | (scale == 255)
     if bool(is_wrong.any()):
         row, group = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: expected scale bytes from {max(0, MIN_SCALE_BYTE + shift)} to 254 in an expert whose largest is "
-            f"{largest}, got {int(scale[row, group])} in expert {expert}, row {row}, group {group}"
-        )
+        smallest = max(0, MIN_SCALE_BYTE + shift)
+        expected = f"scale bytes from {smallest} to 254 in an expert whose largest is {largest}"
+        raise ScaleError(name, expert, row, group, expected, int(scale[row, group]))
     return torch.where(has_value, scale - shift + _SCALE_OFFSET, _NEUTRAL_SCALE_BYTE).to(torch.uint8), shift
 
 
