@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,14 @@ class Layout:
     empty: (shape, device) to an uninitialised weight; nothing is allocated on the meta device.
     buffers: the contiguous-by-expert buffers [L, ...] that hold all of a weight, by name. Raises ValueError for
         something that was not made by ``empty``.
-    factor_dims: dimensions that a factor beside the weight may have: 1 for [L], 2 for [L, out], 0 for no factor.
+    factor_dtypes: what a factor beside the weight may be: its dtype by its number of dimensions, 1 for [L] and 2 for
+        [L, out]; 0 where there may be none.
     """
 
     version: str
     empty: Callable[[tuple[int, ...], torch.device], MXTensor]
     buffers: Callable[[MXTensor], dict[str, torch.Tensor]]
-    factor_dims: tuple[int, ...]
+    factor_dtypes: Mapping[int, torch.dtype | None]
 
 
 #: Codes and scales apart, rows as the checkpoint has them.
@@ -33,7 +34,7 @@ CHECKPOINT_ORDER = Layout(
     version="checkpoint/1",
     empty=MXTensor.empty,
     buffers=lambda weight: {"data": weight.data, "scale": weight.scale},
-    factor_dims=(0,),
+    factor_dtypes={0: None},
 )
 
 

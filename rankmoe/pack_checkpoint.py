@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from rankmoe.backends import get_backend
 from rankmoe.checkpoint import Checkpoint, ProgressCallback
 from rankmoe.models.presets import ModelPreset
@@ -104,5 +102,5 @@ def run(options: PackOptions, progress: ProgressCallback) -> Iterator[PackedFile
 
 
 def _default_device(backend: str) -> str:
-    is_for_gpu = backend == "auto" or get_backend(backend).device_type == "cuda"
-    return "cuda" if is_for_gpu and torch.cuda.is_available() else "cpu"
+    preferred = get_backend("cuda" if backend == "auto" else backend)
+    return preferred.device_type if preferred.available() else "cpu"

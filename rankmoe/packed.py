@@ -17,7 +17,7 @@ import torch
 from rankmoe import __version__
 from rankmoe.backends import Backend, backend_names, choose_packer, get_backend
 from rankmoe.quantize import check_group_multiple
-from rankmoe.shards import CheckpointError, TensorEntry, read_header, read_slices_into, write_file
+from rankmoe.shards import DTYPES, CheckpointError, TensorEntry, read_header, read_slices_into, write_file
 from rankmoe.types import Activation, ExpertPlacement, ExpertWeights, Problem, SiTU, SwiGLU
 
 #: Names of tensors and metadata; another one whenever these change.
@@ -84,7 +84,11 @@ def load_packed(
     weights = {name: layout.empty(shape, device) for name, shape in description.shapes.items()}
     for name, weight in weights.items():
         loaded |= {f"{name}.{part}": buffer for part, buffer in layout.buffers(weight).items()}
-    small = {name: torch.empty(entries[name].shape, device=device) for name in _SMALL_TENSORS if name in entries}
+    small = {
+        name: torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype], device=device)
+        for name in _SMALL_TENSORS
+        if name in entries
+    }
     with path.open("rb") as file:
         for name, out in sorted((small | loaded).items(), key=lambda item: entries[item[0]].start):
             read_slices_into(file, name, entries[name], out)
@@ -98,7 +102,7 @@ def load_packed(
     )
 
 
-#: Float32 tensors of ExpertWeights that may be None, and are then not in the file.
+#: Tensors of ExpertWeights that may be None, and are then not in the file.
 _SMALL_TENSORS = ("w13_bias", "w2_bias", "w13_factor", "w2_factor")
 
 
@@ -186,10 +190,11 @@ class _Description:
             expected[f"{name}_bias"] = (shape[:2], torch.float32)
             factor = f"{name}_factor"
             num_dims = len(entries[factor].shape) if factor in entries else 0
-            if num_dims not in layout.factor_dims:
-                allowed = " or ".join(f"{dims} dimensions" if dims else "no tensor" for dims in layout.factor_dims)
-                raise CheckpointError(self.path, factor, allowed, f"{num_dims} dimensions" if num_dims else "none")
-            expected[factor] = (shape[:num_dims], torch.float32)
+            if num_dims not in layout.factor_dtypes:
+                allowed = " or ".join(map(_describe_factor, layout.factor_dtypes))
+                raise CheckpointError(self.path, factor, allowed, _describe_factor(num_dims))
+            if dtype_of_it := layout.factor_dtypes[num_dims]:
+                expected[factor] = (shape[:num_dims], dtype_of_it)
         for name in entries:
             if name not in expected:
                 raise CheckpointError(self.path, name, f"one of {', '.join(expected)}", "this tensor")
@@ -198,6 +203,10 @@ class _Description:
                 entries[name].check(name, shape_of_it, dtype)
             elif name not in optional:
                 raise CheckpointError(self.path, name, "this tensor", "none")
+
+
+def _describe_factor(num_dims: int) -> str:
+    return f"{num_dims} dimension{'s' * (num_dims > 1)}" if num_dims else "no tensor"
 
 
 def _describe_activation(activation: Activation) -> dict[str, Any]:

@@ -325,6 +325,18 @@ def test_factors_come_back(tmp_path: Path) -> None:
     assert_same_weights(load_packed(tmp_path / "file", device="cpu"), weights)
 
 
+def test_factors_of_rows_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """humming's factors: one an expert in float32, one a row in bfloat16."""
+    factors = {
+        "w13_factor": torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, generator=seeded(5)).bfloat16(),
+        "w2_factor": torch.randn(NUM_EXPERTS, generator=seeded(6)),
+    }
+    weights = dataclasses.replace(pack(has_bias=True), backend="humming", **factors)
+    save_packed(weights, tmp_path / "file")
+    monkeypatch.setattr(packed_module, "choose_packer", lambda *arguments: None)  # as if it ran here
+    assert_same_weights(load_packed(tmp_path / "file", device="cpu"), weights)
+
+
 def test_one_bias_alone_comes_back(tmp_path: Path, backend: str) -> None:
     weights = dataclasses.replace(pack(backend=backend, has_bias=True), w13_bias=None)
     save_packed(weights, tmp_path / "file")
@@ -561,8 +573,8 @@ def read_size(path: Path) -> int:
         ("w2_bias", {"dtype": "I32"}, "dtype torch.float32", "torch.int32"),
         ("w2_bias", {"shape": [HIDDEN, NUM_EXPERTS]}, f"shape ({NUM_EXPERTS}, {HIDDEN})", f"({HIDDEN}, {NUM_EXPERTS})"),
         ("w13.buffer", {"dtype": "I8"}, "dtype torch.uint8", "torch.int8"),
-        ("w2_factor", {"shape": [NUM_EXPERTS, 1]}, "no tensor or 1 dimensions", "2 dimensions"),
-        ("w2_factor", {"shape": [1, NUM_EXPERTS]}, "no tensor or 1 dimensions", "2 dimensions"),
+        ("w2_factor", {"shape": [NUM_EXPERTS, 1]}, "no tensor or 1 dimension", "2 dimensions"),
+        ("w2_factor", {"dtype": "I32"}, "dtype torch.float32", "torch.int32"),
     ],
 )
 def test_a_tensor_of_another_kind(file: Path, name: str, fields: dict[str, Any], expected: str, got: str) -> None:
@@ -573,7 +585,14 @@ def test_a_tensor_of_another_kind(file: Path, name: str, fields: dict[str, Any],
 def test_a_factor_where_the_layout_has_none(tmp_path: Path) -> None:
     weights = dataclasses.replace(pack(), w2_factor=torch.ones(NUM_EXPERTS))
     save_packed(weights, tmp_path / "file")
-    assert_fault(tmp_path / "file", "w2_factor", "no tensor", "1 dimensions")
+    assert_fault(tmp_path / "file", "w2_factor", "no tensor", "1 dimension")
+
+
+def test_a_factor_that_the_layout_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = dataclasses.replace(pack(), backend="humming", w2_factor=torch.ones(NUM_EXPERTS))
+    save_packed(weights, tmp_path / "file")
+    monkeypatch.setattr(packed_module, "choose_packer", lambda *arguments: None)  # as if it ran here
+    assert_fault(tmp_path / "file", "w13_factor", "1 dimension or 2 dimensions", "no tensor")
 
 
 def test_a_truncated_file(file: Path) -> None:
@@ -917,18 +936,18 @@ def test_packing_from_the_disk_and_loading_take_little_on_the_gpu(tmp_path: Path
 
 @pytest.mark.gpu
 @needs_humming
-@pytest.mark.parametrize("scale_bytes", [(118, 123), (100, 123)], ids=["factor an expert", "factor a row"])
-def test_hummings_layout_comes_back_and_runs(tmp_path: Path, scale_bytes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("octaves", [0, 18], ids=["a factor an expert", "a factor a row"])
+def test_hummings_layout_comes_back_and_runs(tmp_path: Path, octaves: int) -> None:
     hidden_size, intermediate_size, placement = 128, 64, ExpertPlacement(NUM_EXPERTS)
     w13 = random_mxfp4(NUM_EXPERTS, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(118, 123))
     w2 = random_mxfp4(NUM_EXPERTS, hidden_size, intermediate_size, seed=2, scale_bytes=(118, 123))
-    for weight in (w13, w2):  # rows that differ by many octaves, each within what one row may span
-        weight.scale[:, ::2] -= 123 - scale_bytes[1] + (118 - scale_bytes[0])
+    for weight in (w13, w2):
+        weight.scale[:, ::2] -= octaves
     save_checkpoint(tmp_path, expert_tensors(PREFIX, w13, w2), {})
     options = {"backend": "humming", "device": "cuda"}
     weights = pack_experts(w13, w2, SiTU(), placement, **options)
     assert weights.w13_factor is not None
-    assert weights.w13_factor.dim() == (1 if scale_bytes[0] == 118 else 2)
+    assert weights.w13_factor.dim() == (2 if octaves else 1)
     checkpoint = Checkpoint.open(tmp_path)
     from_disk = checkpoint.pack_experts(PREFIX, placement, hidden_size, intermediate_size, SiTU(), **options)
     assert_same_weights(from_disk, weights)

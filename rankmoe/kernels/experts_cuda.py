@@ -161,11 +161,12 @@ def buffer_of(weight: MXTensor) -> torch.Tensor:
     return data.as_strided((num_experts, nbytes), (nbytes, 1))
 
 
+#: A packer that puts a bit elsewhere makes another version; tests/test_packed.py holds the bytes of each.
 LAYOUT = Layout(
     version="cuda/1",
     empty=empty_packed,
     buffers=lambda weight: {"buffer": buffer_of(weight)},
-    factor_dims=(0, 1),
+    factor_dtypes={0: None, 1: torch.float32},
 )
 
 

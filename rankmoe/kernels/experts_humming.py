@@ -36,7 +36,9 @@ _NEUTRAL_SCALE = 127
 _FEW_ROWS, _ROWS_FOR_WIDEST = 8, 16
 _ARCHITECTURE = (9, 0)
 #: humming's order within an expert; it may be another one in another version of the package.
-LAYOUT = dataclasses.replace(CHECKPOINT_ORDER, version="humming-0.1.20/1", factor_dims=(1, 2))
+LAYOUT = dataclasses.replace(
+    CHECKPOINT_ORDER, version="humming-0.1.20/1", factor_dtypes={1: torch.float32, 2: torch.bfloat16}
+)
 
 
 def available() -> bool:
