@@ -31,7 +31,7 @@ from rankmoe.moe import routed_moe
 from rankmoe.packed import load_packed, packed_file_name, save_packed
 from rankmoe.quantize import ScaleError, groups_with_values, quantize_mxfp8
 from rankmoe.schedule import build_schedule
-from rankmoe.shards import CheckpointError, TensorEntry, header_bytes, read_header, read_into
+from rankmoe.shards import CheckpointError, TensorEntry, header_bytes, read_header, read_into, read_slices_into
 from rankmoe.types import (
     Activation,
     ExpertPlacement,
@@ -646,6 +646,27 @@ def test_copied_parts_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights: expected the buffer that pack made, got a copy of its parts"):
         save_packed(dataclasses.replace(weights, w2=copied), tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_gets_one_expert_at_a_time_through_one_piece_of_host_memory(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for one whose memory the host cannot write to."""
+    entry = read_header(file)[0]["w13.buffer"]
+    reads: list[tuple[int, int, int, tuple[int, ...]]] = []
+
+    def recording(opened: Any, name: str, part: TensorEntry, out: torch.Tensor) -> None:
+        read_into(opened, name, part, out)
+        reads.append((part.start, part.stop, out.data_ptr(), tuple(out.shape)))
+
+    monkeypatch.setattr("rankmoe.shards.read_into", recording)
+    with file.open("rb") as opened:
+        read_slices_into(opened, "w13.buffer", entry, torch.empty(entry.shape, dtype=torch.uint8, device="meta"))
+    nbytes = entry.shape[1]
+    starts = [entry.start + expert * nbytes for expert in range(NUM_EXPERTS)]
+    assert [read[:2] for read in reads] == [(start, start + nbytes) for start in starts]
+    assert starts[-1] + nbytes == entry.stop
+    assert len({read[2:] for read in reads}) == 1
 
 
 # --- written whole or not at all
