@@ -10,7 +10,6 @@ from rankmoe.front import FrontResult, route_quantize
 from rankmoe.handoff import Handoff
 from rankmoe.moe import ExpertRows, Workspace, expert_rows, fused_moe, routed_moe
 from rankmoe.pack import IdSpace, id_space, pack_topk, rank_local_ids, rank_local_num_experts, unpack
-from rankmoe.packed import load_packed, save_packed
 from rankmoe.quantize import dequantize, quantize_mxfp4, quantize_mxfp8
 from rankmoe.runner import RoutedMoeRunner
 from rankmoe.schedule import build_schedule, schedule_routing
@@ -19,6 +18,7 @@ from rankmoe.types import (
     Activation,
     ExpertPlacement,
     ExpertSchedule,
+    ExpertSource,
     ExpertWeights,
     LocalRange,
     MXTensor,
@@ -36,6 +36,7 @@ __all__ = [
     "ExpertPlacement",
     "ExpertRows",
     "ExpertSchedule",
+    "ExpertSource",
     "ExpertWeights",
     "FrontResult",
     "Handoff",
@@ -57,7 +58,6 @@ __all__ = [
     "gate_up",
     "get_backend",
     "id_space",
-    "load_packed",
     "pack_experts",
     "pack_topk",
     "quantize_mxfp4",
@@ -66,7 +66,6 @@ __all__ = [
     "rank_local_num_experts",
     "route_quantize",
     "routed_moe",
-    "save_packed",
     "schedule_routing",
     "unpack",
 ]

@@ -6,15 +6,15 @@ A module with device code is imported when it is asked for, so that ``import ran
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
 
-from rankmoe.expert_source import ExpertSource, stack_experts
-from rankmoe.types import ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
+from rankmoe.layout import CHECKPOINT_ORDER, Layout, in_checkpoint_order
+from rankmoe.types import ExpertSchedule, ExpertSource, ExpertWeights, MXTensor, PackedExperts, Problem, Routing
 
 
 class _GateUp(Protocol):
@@ -54,11 +54,12 @@ class Backend:
 
     available: whether this machine can run it. Never raises.
     covered: whether it follows every rule of docs/numerics.md for a problem. A pure predicate.
-    pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device.
+    pack: checkpoint-order w13 and w2, wherever they are, to the layout that its kernels read, on a device. Holds at
+        most one expert beside the result.
+    layout: that layout.
     gate_up, down: the GEMMs, with the arguments of ``rankmoe.experts``.
-    layout: what ``pack`` makes, and its version; weights of one layout are read by every backend that names it.
-    buffer_of, from_buffer: a packed weight as the one tensor [L, bytes] uint8 that holds it, and back given its outputs
-        and inputs; None where codes and scales are tensors of their own.
+    device_type: type of the devices that it runs on.
+    packs_on_cpu: whether ``pack`` makes the layout on a CPU too, for weights that run elsewhere.
     approximated: whether it computes a problem with the departure from those rules that docs/kernels.md states. Such a
         problem is computed only where the backend is asked for by name.
     gemms: gate_up and down where launches of the two can overlap, or None.
@@ -69,11 +70,11 @@ class Backend:
     available: Callable[[], bool]
     covered: Callable[[Problem], bool]
     pack: Callable[[ExpertSource, ExpertSource, torch.device], PackedExperts]
+    layout: Layout
     gate_up: _GateUp
     down: _Down
-    layout: str = "checkpoint 1"
-    buffer_of: Callable[[MXTensor], torch.Tensor] | None = None
-    from_buffer: Callable[[torch.Tensor, int, int], MXTensor] | None = None
+    device_type: str = "cpu"
+    packs_on_cpu: bool = True
     approximated: Callable[[Problem], bool] = lambda problem: False
     gemms: _Gemms | None = None
     masked: _Masked | None = None
@@ -86,7 +87,8 @@ def _reference() -> Backend:
         name="reference",
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
-        pack=lambda w13, w2, device: PackedExperts(stack_experts(w13, device), stack_experts(w2, device)),
+        pack=lambda w13, w2, device: PackedExperts(in_checkpoint_order(w13, device), in_checkpoint_order(w2, device)),
+        layout=CHECKPOINT_ORDER,
         gate_up=reference.gate_up,
         down=reference.down,
     )
@@ -100,6 +102,7 @@ def _cpu() -> Backend:
         available=lambda: True,
         covered=lambda problem: problem.device_type == "cpu",
         pack=experts_cpu.pack,
+        layout=CHECKPOINT_ORDER,
         gate_up=experts_cpu.gate_up,
         down=experts_cpu.down,
     )
@@ -113,9 +116,11 @@ def _humming() -> Backend:
         available=experts_humming.available,
         covered=experts_humming.covered,
         pack=experts_humming.pack,
+        layout=experts_humming.LAYOUT,
         gate_up=experts_humming.gate_up,
         down=experts_humming.down,
-        layout=experts_humming.layout(),
+        device_type="cuda",
+        packs_on_cpu=False,
         approximated=experts_humming.approximated,
     )
 
@@ -128,11 +133,10 @@ def _cuda() -> Backend:
         available=experts_cuda.available,
         covered=experts_cuda.covered,
         pack=experts_cuda.pack,
+        layout=experts_common.LAYOUT,
         gate_up=experts_cuda.gate_up,
         down=experts_cuda.down,
-        layout=experts_common.LAYOUT,
-        buffer_of=experts_common.buffer_of,
-        from_buffer=experts_common.from_buffer,
+        device_type="cuda",
         gemms=experts_cuda.gemms,
         masked=experts_cuda.masked,
     )
@@ -147,7 +151,7 @@ def _triton(is_scaled: bool = False) -> Backend:
     name = "triton_scaled" if is_scaled else "triton"
     if not triton_support.available():
         # Its module needs Triton to be imported.
-        return Backend(name, lambda: False, lambda problem: False, _not_here, _not_here, _not_here)
+        return Backend(name, lambda: False, lambda problem: False, _not_here, CHECKPOINT_ORDER, _not_here, _not_here)
     from rankmoe.kernels import experts_triton
 
     return Backend(
@@ -155,8 +159,10 @@ def _triton(is_scaled: bool = False) -> Backend:
         available=experts_triton.scaled_available if is_scaled else experts_triton.available,
         covered=(lambda problem: False) if is_scaled else experts_triton.covered,
         pack=experts_triton.pack,
+        layout=CHECKPOINT_ORDER,
         gate_up=partial(experts_triton.gate_up, is_scaled=is_scaled),
         down=partial(experts_triton.down, is_scaled=is_scaled),
+        device_type="cpu" if triton_support.interprets() else "cuda",
         approximated=experts_triton.scaled_approximated if is_scaled else lambda problem: False,
     )
 
@@ -199,6 +205,18 @@ def choose_backend(problem: Problem, name: str = "auto") -> Backend:
         if candidate.available() and candidate.covered(problem):
             return candidate
     raise ValueError(f"backend: expected one that covers {problem}, got none of {', '.join(_LOADERS)}")
+
+
+def choose_packer(problem: Problem, name: str = "auto") -> Backend:
+    """``choose_backend``, and on the CPU also a named backend whose layout can be made there for use on a GPU.
+
+    Raises ValueError as ``choose_backend``.
+    """
+    if name != "auto" and problem.device_type == "cpu":
+        backend = get_backend(name)
+        if backend.packs_on_cpu and backend.covered(replace(problem, device_type=backend.device_type)):
+            return backend
+    return choose_backend(problem, name)
 
 
 @cache

@@ -5,17 +5,12 @@ A checkpoint is a folder: ``config.json``, and either one ``model.safetensors`` 
 ``w3`` (up) and ``w2`` (down), each as ``weight_packed`` [out, in/2] uint8 and ``weight_scale`` [out, in/32] uint8:
 the ``mxfp4-pack-quantized`` format of compressed-tensors.
 
-A shard is eight bytes (the header's length, little endian), a JSON header, and the tensors' bytes without gaps
-(https://github.com/huggingface/safetensors#format). The header is read here rather than through the library because
-its errors name no tensor, and tensors are read with plain reads into their destination rather than through a mapping:
-nothing is held twice, and a file that shrinks under a reader is an error instead of a killed process.
+Experts are packed one at a time from the disk (``Checkpoint.pack_experts``): nothing is held twice.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import re
 import shutil
@@ -24,15 +19,16 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from rankmoe.quantize import check_group_multiple
-from rankmoe.types import GROUP_SIZE, ExpertPlacement, MXFormat, MXTensor
+from rankmoe.experts import pack_experts
+from rankmoe.quantize import ScaleError, check_group_multiple
+from rankmoe.shards import DTYPES, CheckpointError, TensorEntry, parse_json, read_header, read_into
+from rankmoe.types import GROUP_SIZE, Activation, ExpertPlacement, ExpertWeights, MXFormat, MXTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -44,40 +40,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 ProgressCallback = Callable[[int, int, str], None]
 
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
-# fmt: off
-DTYPES = {  # safetensors' names
-    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}
-# fmt: on
-
-
-class CheckpointError(ValueError):
-    """A fault of a checkpoint: which file, which tensor (None where the file as a whole is at fault), and what."""
-
-    def __init__(self, file: str | Path, tensor: str | None, expected: str, got: str) -> None:
-        super().__init__(file, tensor, expected, got)  # all of them, so that the error survives pickling
-        self.file, self.tensor, self.expected, self.got = str(file), tensor, expected, got
-
-    def __str__(self) -> str:
-        tensor = "" if self.tensor is None else f" tensor {self.tensor}:"
-        return f"{self.file}:{tensor} expected {self.expected}, got {self.got}"
-
-
-class TensorEntry(NamedTuple):
-    """What a shard's header says of one tensor.
-
-    dtype: safetensors' name of it, such as ``U8``.
-    start, stop: where its bytes lie, counted from the start of the file.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+_FIRST_EXPERT = re.compile(r"(?P<prefix>(?:.+\.)?layers\.(?P<layer>\d+)\..+)\.experts\.0\.w1\.weight_packed")
 
 
 @dataclass(frozen=True)
@@ -101,7 +64,7 @@ class Checkpoint:
         """
         directory = Path(directory)
         config_file = directory / CONFIG_FILE
-        config = _parse_json(config_file, config_file.read_bytes()) if config_file.exists() else {}
+        config = parse_json(config_file, config_file.read_bytes()) if config_file.exists() else {}
         return cls(directory, _read_entries(directory), config)
 
     def tensor(self, name: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -127,35 +90,77 @@ class Checkpoint:
         """Load the experts of one layer that this rank owns, and read nothing else.
 
         layer_prefix: the names before ``.experts.E.``, such as ``model.layers.3.block_sparse_moe``.
+        progress: called after each tensor.
         Returns w13 [L, 2 I, H] mxfp4, gate rows first, and w2 [L, H, I] mxfp4, in the order of
         ``placement.logical_expert_ids``. Memory beyond these is less than one tensor's.
         Raises CheckpointError, before anything is read or allocated, unless every tensor of every owned expert is
         there with its shape and dtype; ValueError for a size that is not a multiple of 32.
         """
-        sources = self.expert_sources(layer_prefix, placement, hidden_size, intermediate_size)
-        expert_ids, (w13, w2) = placement.logical_expert_ids, (_empty(source.shape) for source in sources)
-        # In the order of the disk, so that each shard is opened once.
-        destinations = [
-            (self.entries[name], name, view) for name, view in _expert_views(layer_prefix, expert_ids, w13, w2)
-        ]
-        destinations.sort(key=lambda item: (item[0].file, item[0].start))
-        done = 0
-        for path, of_file in groupby(destinations, key=lambda item: item[0].file):
-            with path.open("rb") as file:
-                for entry, name, view in of_file:
-                    read_into(file, name, entry, view)
-                    done += 1
-                    if progress is not None:
-                        progress(done, len(destinations), name)
+        sources = self._sources(layer_prefix, placement, hidden_size, intermediate_size, progress)
+        w13, w2 = (MXTensor.empty(source.shape) for source in sources)
+        for expert in range(placement.num_local_experts):  # about the order of the disk
+            for source, out in zip(sources, (w13, w2), strict=True):
+                source.read_into(expert, out[expert])
         return w13, w2
 
-    def expert_sources(
-        self, layer_prefix: str, placement: ExpertPlacement, hidden_size: int, intermediate_size: int
-    ) -> tuple[CheckpointExperts, CheckpointExperts]:
-        """The experts of one layer that this rank owns, as sources that ``pack_experts`` reads one expert at a time.
+    def pack_experts(
+        self,
+        layer_prefix: str,
+        placement: ExpertPlacement,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation,
+        *,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> ExpertWeights:
+        """Pack the experts of one layer that this rank owns, one at a time from the disk.
 
-        Returns w13 [L, 2 I, H] and w2 [L, H, I]; arguments, order and errors as ``load_experts``. Nothing is read yet.
+        The packed weights are those of ``load_experts`` and ``rankmoe.pack_experts``, bit for bit; beside them the
+        host, and the device, hold at most one expert. Some layouts read the checkpoint twice.
+
+        layer_prefix, progress: as ``load_experts``.
+        activation, w13_bias, w2_bias, backend, device: as ``rankmoe.pack_experts``; without a device, on the CPU.
+        Raises CheckpointError as ``load_experts``, and for a scale that the backend's arithmetic cannot hold, naming
+        the tensor in the checkpoint; otherwise as ``rankmoe.pack_experts``.
         """
+        w13, w2 = self._sources(layer_prefix, placement, hidden_size, intermediate_size, progress)
+        biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+        try:
+            return pack_experts(w13, w2, activation, placement, **biases, backend=backend, device=device)
+        except ScaleError as error:
+            source = w2 if error.weight == "w2" else w13
+            matrix, row = source.locate(error.row)
+            name = source.name(error.expert, matrix, "weight_scale")
+            got = f"{error.got} in row {row}, group {error.group}"
+            raise CheckpointError(self.entries[name].file, name, error.expected, got) from error
+
+    def layer_prefixes(self) -> dict[int, str]:
+        """The prefix of each layer that has routed experts, by the layer's number, ascending.
+
+        Raises CheckpointError where two prefixes have the same number.
+        """
+        prefixes: dict[int, str] = {}
+        for name, entry in self.entries.items():
+            if found := _FIRST_EXPERT.fullmatch(name):
+                layer = int(found["layer"])
+                if layer in prefixes:
+                    raise CheckpointError(entry.file, name, f"one layer {layer}", f"{prefixes[layer]} too")
+                prefixes[layer] = found["prefix"]
+        return dict(sorted(prefixes.items()))
+
+    def _sources(
+        self,
+        layer_prefix: str,
+        placement: ExpertPlacement,
+        hidden_size: int,
+        intermediate_size: int,
+        progress: ProgressCallback | None,
+    ) -> tuple[_CheckpointExperts, _CheckpointExperts]:
+        """w13 and w2 of one layer, every tensor of them checked and nothing read."""
         check_group_multiple("hidden_size", hidden_size)
         check_group_multiple("intermediate_size", intermediate_size)
         # A placement of fewer experts than the model has would silently leave some out.
@@ -163,17 +168,14 @@ class Checkpoint:
         if surplus in self.entries:
             expected = f"no expert beyond the placement's {placement.num_logical_experts}"
             raise CheckpointError(self.entries[surplus].file, surplus, expected, "this tensor")
-
         expert_ids = placement.logical_expert_ids
-        w13 = CheckpointExperts(
-            self, layer_prefix, expert_ids, ("w1", "w3"), (len(expert_ids), 2 * intermediate_size, hidden_size)
-        )
-        w2 = CheckpointExperts(
-            self, layer_prefix, expert_ids, ("w2",), (len(expert_ids), hidden_size, intermediate_size)
-        )
-        layout = _expert_views(layer_prefix, expert_ids, _empty(w13.shape, "meta"), _empty(w2.shape, "meta"))
-        for name, view in layout:
-            self._checked_entry(name, view.shape, view.dtype)
+        counter = _Counter(6 * len(set(expert_ids)), progress)  # three matrices, each codes and scales
+        gate_up_size, down_size = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        w13 = _CheckpointExperts(self, layer_prefix, expert_ids, ("w1", "w3"), gate_up_size, counter)
+        w2 = _CheckpointExperts(self, layer_prefix, expert_ids, ("w2",), down_size, counter)
+        for expert in range(len(expert_ids)):
+            w13.check(expert)
+            w2.check(expert)
         return w13, w2
 
     def _checked_entry(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None) -> TensorEntry:
@@ -182,42 +184,75 @@ class Checkpoint:
             files = sorted({entry.file.name for entry in self.entries.values()})
             searched = ", ".join(files if len(files) <= 8 else [*files[:3], "...", files[-1]])
             raise CheckpointError(self.directory, name, "this tensor", f"none in {len(files)} files ({searched})")
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(entry.file, name, "a dtype that torch has", entry.dtype)
-        if dtype is not None and DTYPES[entry.dtype] != dtype:
-            raise CheckpointError(entry.file, name, f"dtype {dtype}", f"{DTYPES[entry.dtype]}")
-        if shape is not None and entry.shape != tuple(shape):
-            raise CheckpointError(entry.file, name, f"shape {tuple(shape)}", f"{entry.shape}")
+        entry.check(name, shape, dtype)
         return entry
 
 
-@dataclass(frozen=True)
-class CheckpointExperts:
-    """One weight of a layer's experts, read from the checkpoint whenever one is asked for.
+class _Counter:
+    """Calls ``progress`` for each tensor once, however often it is read."""
 
-    expert_ids: the checkpoint's id of each. matrices: whose rows an expert's weight is made of, in order.
-    shape: [L, out, in].
+    def __init__(self, total: int, progress: ProgressCallback | None) -> None:
+        self.total, self.progress = total, progress
+        self.names: set[str] = set()
+
+    def __call__(self, name: str) -> None:
+        if self.progress is not None and name not in self.names:
+            self.names.add(name)
+            self.progress(len(self.names), self.total, name)
+
+
+@dataclass(frozen=True)
+class _CheckpointExperts:
+    """An ``ExpertSource`` that reads an expert when it is asked for.
+
+    matrices: the checkpoint's matrices that are stacked, each with ``matrix_shape`` (out, in).
     """
 
     checkpoint: Checkpoint
     layer_prefix: str
     expert_ids: tuple[int, ...]
     matrices: tuple[str, ...]
-    shape: tuple[int, int, int]
+    matrix_shape: tuple[int, int]
+    counter: _Counter
     format: MXFormat = "mxfp4"
 
-    def __getitem__(self, index: int, /) -> MXTensor:
-        """[out, in] mxfp4 on the CPU. Raises CheckpointError where a file was cut short since its header was read."""
-        expert = _empty(self.shape[1:])
-        num_rows = self.shape[1] // len(self.matrices)
-        for place, matrix in enumerate(self.matrices):
-            own = expert[place * num_rows : (place + 1) * num_rows]
-            prefix = f"{self.layer_prefix}.experts.{self.expert_ids[index]}.{matrix}"
-            for name, out in ((f"{prefix}.weight_packed", own.data), (f"{prefix}.weight_scale", own.scale)):
-                entry = self.checkpoint.entries[name]
-                with entry.file.open("rb") as file:
-                    read_into(file, name, entry, out)
-        return expert
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_rows, num_columns = self.matrix_shape
+        return (len(self.expert_ids), len(self.matrices) * num_rows, num_columns)
+
+    def __getitem__(self, expert: int) -> MXTensor:
+        out = MXTensor.empty(self.shape[1:])
+        self.read_into(expert, out)
+        return out
+
+    def name(self, expert: int, matrix: str, part: str) -> str:
+        """The checkpoint's name of a tensor of a local expert."""
+        return f"{self.layer_prefix}.experts.{self.expert_ids[expert]}.{matrix}.{part}"
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """The matrix that a row of the stacked ones is from, and the row in it."""
+        index, row = divmod(row, self.matrix_shape[0])
+        return self.matrices[index], row
+
+    def check(self, expert: int) -> None:
+        """Raise CheckpointError unless every tensor of the expert is there with its shape and dtype."""
+        for name, view in self._views(expert, MXTensor.empty(self.shape[1:], device="meta")):
+            self.checkpoint._checked_entry(name, view.shape, view.dtype)
+
+    def read_into(self, expert: int, out: MXTensor) -> None:
+        """Read a local expert into ``out``, contiguous and in host memory."""
+        for name, view in self._views(expert, out):
+            entry = self.checkpoint.entries[name]
+            with entry.file.open("rb") as file:
+                read_into(file, name, entry, view)
+            self.counter(name)
+
+    def _views(self, expert: int, out: MXTensor) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, matrix in enumerate(self.matrices):
+            weight = out[index * self.matrix_shape[0] : (index + 1) * self.matrix_shape[0]]
+            yield self.name(expert, matrix, "weight_packed"), weight.data
+            yield self.name(expert, matrix, "weight_scale"), weight.scale
 
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:
@@ -225,7 +260,7 @@ def _read_entries(directory: Path) -> dict[str, TensorEntry]:
     index_file = directory / INDEX_FILE
     weight_map: dict[str, str] = {}
     if index_file.exists():
-        weight_map = _parse_json(index_file, index_file.read_bytes()).get("weight_map", {})
+        weight_map = parse_json(index_file, index_file.read_bytes()).get("weight_map", {})
         if not weight_map or not isinstance(weight_map, dict):
             raise CheckpointError(index_file, None, "a weight_map that names tensors", f"{weight_map!r}")
     for file_name, name in {str(file_name): name for name, file_name in weight_map.items()}.items():
@@ -261,82 +296,6 @@ def _check_shard_set(directory: Path, file_names: list[str]) -> None:
                 raise CheckpointError(directory / sibling, None, f"a shard beside {shard.string}", "no such file")
 
 
-def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(path, None, "a JSON object", f"{error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(path, None, "a JSON object", type(value).__name__)
-    return value
-
-
-def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Read a shard's header, tensors and metadata, and check that the file holds exactly the bytes it announces."""
-    with path.open("rb") as file:
-        file_size = os.fstat(file.fileno()).st_size
-        data_start = 8 + int.from_bytes(file.read(8), "little")
-        if file_size < max(8, data_start):
-            raise CheckpointError(path, None, f"a header of {data_start} bytes", f"a file of {file_size} bytes")
-        raw = file.read(data_start - 8)
-    header = _parse_json(path, raw)
-    metadata = header.pop("__metadata__", None) or {}
-    entries = {name: _parse_entry(path, name, fields, data_start) for name, fields in header.items()}
-
-    by_start = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
-    expected_size = max((entry.stop for entry in entries.values()), default=data_start)
-    start = data_start
-    for name, entry in by_start:
-        stop = start + math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.stop
-        if (entry.start, entry.stop) != (start, stop):
-            expected = f"bytes {start} to {stop} for {entry.dtype} {entry.shape}"
-            raise CheckpointError(path, name, expected, f"{entry.start} to {entry.stop}")
-        if stop > file_size:
-            raise CheckpointError(path, name, f"a file of {expected_size} bytes", f"{file_size}")
-        start = stop
-    if file_size != expected_size:
-        raise CheckpointError(path, None, f"a file of {expected_size} bytes", f"{file_size}")
-    return entries, metadata
-
-
-def _parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
-    try:
-        start, stop = map(int, fields["data_offsets"])
-        shape = tuple(map(int, fields["shape"]))
-        return TensorEntry(path, str(fields["dtype"]), shape, data_start + start, data_start + stop)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(path, name, "dtype, shape and data_offsets", f"{fields}") from error
-
-
-def read_into(file: io.BufferedReader, name: str, entry: TensorEntry, out: torch.Tensor) -> None:
-    """Fill ``out``, contiguous and of the entry's shape and dtype, from an open shard."""
-    file.seek(entry.start)
-    num_bytes = file.readinto(out.view(-1).view(torch.uint8).numpy().data)
-    if num_bytes != out.nbytes:  # the file shrank since its header was read
-        raise CheckpointError(entry.file, name, f"{out.nbytes} bytes", f"{num_bytes}")
-
-
-def _empty(shape: Sequence[int], device: str = "cpu") -> MXTensor:
-    *rows, columns = shape
-    data = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(*rows, columns // GROUP_SIZE, dtype=torch.uint8, device=device)
-    return MXTensor(data, scale, "mxfp4")
-
-
-def _expert_views(
-    layer_prefix: str, expert_ids: Iterable[int], w13: MXTensor, w2: MXTensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Checkpoint names of stacked experts, each with the part of ``w13`` or ``w2`` that it stands for."""
-    intermediate_size = w2.shape[-1]
-    for local_id, expert_id in enumerate(expert_ids):
-        gate_up, down = w13[local_id], w2[local_id]
-        matrices = {"w1": gate_up[:intermediate_size], "w2": down, "w3": gate_up[intermediate_size:]}
-        for matrix, weight in matrices.items():
-            prefix = f"{layer_prefix}.experts.{expert_id}.{matrix}"
-            yield f"{prefix}.weight_packed", weight.data
-            yield f"{prefix}.weight_scale", weight.scale
-
-
 def expert_tensors(
     layer_prefix: str, w13: MXTensor, w2: MXTensor, first_expert: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -353,6 +312,19 @@ def expert_tensors(
         expected = (num_experts, 2 * intermediate_size, hidden_size)
         raise ValueError(f"w13: expected {expected} beside w2 {w2.shape}, got {w13.shape}")
     return _expert_views(layer_prefix, range(first_expert, first_expert + num_experts), w13, w2)
+
+
+def _expert_views(
+    layer_prefix: str, expert_ids: Iterable[int], w13: MXTensor, w2: MXTensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    intermediate_size = w2.shape[-1]
+    for local_id, expert_id in enumerate(expert_ids):
+        gate_up, down = w13[local_id], w2[local_id]
+        matrices = {"w1": gate_up[:intermediate_size], "w2": down, "w3": gate_up[intermediate_size:]}
+        for matrix, weight in matrices.items():
+            prefix = f"{layer_prefix}.experts.{expert_id}.{matrix}"
+            yield f"{prefix}.weight_packed", weight.data
+            yield f"{prefix}.weight_scale", weight.scale
 
 
 def mxfp4_quantization_config(ignore: Sequence[str] = ()) -> dict[str, Any]:

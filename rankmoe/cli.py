@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rankmoe import __version__
+from rankmoe import __version__, backend_names
 from rankmoe.models.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -185,6 +185,52 @@ def generate(
         _print_generate(result)
     if result.verification is not None and not result.verification.passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def pack(
+    checkpoint: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of the checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the files; made where it is missing.")],
+    model: _MODEL = "kimi-k3",
+    ep_size: Annotated[int, typer.Option("--ep-size", "--ep", min=1, help="Ranks of the expert-parallel group.")] = 1,
+    ep_rank: Annotated[int, typer.Option("--ep-rank", min=0, help="The rank whose experts are packed.")] = 0,
+    layer: Annotated[
+        list[int] | None, typer.Option("--layer", min=0, help="A layer to pack, also several times; all by default.")
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="How experts are placed: contiguous or round_robin.")] = "contiguous",
+    backend: Annotated[
+        str, typer.Option(help=f"Whose layout: {', '.join(backend_names())}, or auto, what this machine runs best.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Where to pack: cpu, or cuda, the default where there is a GPU for the backend.")
+    ] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Pack one rank's experts of a checkpoint, a file for each layer, for `rankmoe.packed.load_packed` to read.
+
+    Reads one expert at a time. With `--backend cuda` a machine without a GPU packs for one that has it. Each file is
+    written whole or not at all. Example: `rankmoe pack kimi-k3/ --ep-size 8 --ep-rank 0 --backend cuda --out packed/`
+    """
+    from rankmoe.checkpoint import progress_bar
+    from rankmoe.models.presets import get_preset
+    from rankmoe.pack_checkpoint import PackedFile, PackOptions, run
+
+    options = PackOptions(checkpoint, out, get_preset(model), ep_size, ep_rank, layer, strategy, backend, device)
+    files: list[PackedFile] = []
+    try:
+        with progress_bar("packing tensors") as progress:
+            files.extend(run(options, progress))
+    except OSError as error:
+        raise ValueError(f"{error}") from error
+    finally:  # also what was written before a fault
+        if as_json:
+            _print_json([{**dataclasses.asdict(file), "path": str(file.path)} for file in files])
+        else:
+            for file in files:
+                print(
+                    f"{file.path}: layer {file.layer}, {file.nbytes:,} bytes for backend {file.backend}, "
+                    f"packed in {file.pack_seconds:.2f} s, written in {file.write_seconds:.2f} s"
+                )
 
 
 class _TextStream:

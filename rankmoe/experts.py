@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from rankmoe.backends import choose_backend, get_backend
-from rankmoe.expert_source import ExpertSource
+from rankmoe.backends import choose_packer, get_backend
 from rankmoe.quantize import check_group_multiple
-from rankmoe.types import Activation, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
+from rankmoe.types import (
+    Activation,
+    ExpertPlacement,
+    ExpertSchedule,
+    ExpertSource,
+    ExpertWeights,
+    MXTensor,
+    Problem,
+)
 
 
 def pack_experts(
@@ -23,13 +30,17 @@ def pack_experts(
 ) -> ExpertWeights:
     """Bring one rank's experts into a backend's layout, once, at load.
 
-    w13: [L, 2 I, H] mxfp4 in checkpoint order: gate (w1) rows first, then up (w3) rows.
-    w2: [L, H, I] mxfp4. Either is an ``MXTensor``, or hands out one expert at a time, as ``Checkpoint.expert_sources``.
+    w13: [L, 2 I, H] mxfp4 in checkpoint order: gate (w1) rows first, then up (w3) rows. An MXTensor, or whatever gives
+        one expert at a time; ``Checkpoint.pack_experts`` reads them from the disk that way.
+    w2: [L, H, I] mxfp4.
     w13_bias, w2_bias: [L, 2 I] and [L, H] float32 or None.
-    device: where the packed weights live; None for where w13 is, the CPU for a source. Experts in host memory or on
-        disk are brought to a GPU one at a time, so that it holds at most one expert beside the packed ones.
+    backend: its name, or ``auto`` for the preferred one. On the CPU ``cuda`` may be named on any machine: such weights
+        are for ``save_packed``, and for a GPU to load.
+    device: where the packed weights live; None for where w13 is, the CPU unless that is an MXTensor. Beside them it
+        and the host hold at most one expert more.
     Raises ValueError naming the tensor, expected and got for shapes that do not fit, for a count of experts other than
-    the placement's, and for sizes that are not multiples of 32.
+    the placement's, and for sizes that are not multiples of 32; ScaleError, one too, for a scale that the backend's
+    arithmetic cannot hold, naming weight, expert, row and group.
     """
     num_local_experts = placement.num_local_experts
     for name, tensor in (("w13", w13), ("w2", w2)):
@@ -64,7 +75,7 @@ def pack_experts(
         has_bias=w13_bias is not None or w2_bias is not None,
         device_type=device.type,
     )
-    chosen = choose_backend(problem, backend)
+    chosen = choose_packer(problem, backend)
     packed = chosen.pack(w13, w2, device)
     return ExpertWeights(
         packed.w13,
@@ -102,6 +113,7 @@ def down(
     out: buffer of at least [R, H] float32 or None.
     Returns [R, H] float32 in the schedule's row order. On a GPU, rows beyond the schedule's last one hold anything.
     """
+    check_device("middle", middle.data, weights)
     expected = (schedule.row_tokens.shape[0], weights.intermediate_size)
     if middle.format != "mxfp8" or middle.shape != expected:
         raise ValueError(f"middle: expected mxfp8 {expected}, got {middle.format} {middle.shape}")
@@ -129,7 +141,21 @@ def gemms(
     return together(x, schedule, weights, scratch, _scratch("rows", rows, schedule, weights.hidden_size))
 
 
+def check_device(name: str, rows: torch.Tensor, weights: ExpertWeights) -> None:
+    """Raise ValueError unless rows are where the weights are, and the weights where their backend runs."""
+    device = weights.w13.data.device
+    if rows.device != device:
+        raise ValueError(f"{name}: expected on {device} as the weights, got {rows.device}")
+    device_type = get_backend(weights.backend).device_type
+    if device.type != device_type:
+        raise ValueError(
+            f"weights: expected on a {device_type} device for backend {weights.backend!r}, got {device}; "
+            "weights packed on the CPU for a GPU are saved, and loaded there"
+        )
+
+
 def _check_gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights) -> None:
+    check_device("x", x.data, weights)
     if x.format != "mxfp8" or x.shape != (schedule.num_tokens, weights.hidden_size):
         raise ValueError(f"x: expected mxfp8 ({schedule.num_tokens}, {weights.hidden_size}), got {x.format} {x.shape}")
     if schedule.num_local_experts != weights.num_local_experts:

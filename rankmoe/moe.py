@@ -9,7 +9,7 @@ import torch
 
 from rankmoe.backends import get_backend
 from rankmoe.combine import MAX_TOP_K, combine
-from rankmoe.experts import check_scratch, gemms
+from rankmoe.experts import check_device, check_scratch, gemms
 from rankmoe.front import check_same_tokens, route_quantize
 from rankmoe.pack import IdSpace, id_space
 from rankmoe.schedule import schedule_routing
@@ -148,6 +148,7 @@ def routed_moe(
     placement = weights.placement
     num_logical_experts = placement.num_logical_experts
     check_same_tokens(router_logits, hidden_states)
+    check_device("hidden_states", hidden_states, weights)
     if router_logits.shape[1] != num_logical_experts:
         raise ValueError(
             f"router_logits: expected [num_tokens, {num_logical_experts}] as the placement, "

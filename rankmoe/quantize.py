@@ -22,6 +22,7 @@ _E4M3_MAX = 448.0  # 1.75 * 2^8
 _E2M1_MAX = 6.0  # 1.5 * 2^2
 _E4M3_NAN_CODE = 0x7F
 _NAN_SCALE = 255
+_ROWS_AT_ONCE = 256
 
 
 def check_group_multiple(name: str, size: int) -> None:
@@ -153,7 +154,26 @@ def check_rows(hidden_states: torch.Tensor) -> None:
     check_group_multiple("hidden_states.shape[1]", hidden_states.shape[1])
 
 
+class ScaleError(ValueError):
+    """A weight scale that a backend's arithmetic cannot hold, found while packing.
+
+    weight: ``w13`` or ``w2``.
+    expert, row, group: its place; the expert's local id, and the row of the expert's [out, in] weight.
+    got: the scale byte.
+    """
+
+    def __init__(self, weight: str, expert: int, row: int, group: int, expected: str, got: int) -> None:
+        super().__init__(weight, expert, row, group, expected, got)  # all, so that the error survives pickling
+        self.weight, self.expert, self.row, self.group = weight, expert, row, group
+        self.expected, self.got = expected, got
+
+    def __str__(self) -> str:
+        place = f"expert {self.expert}, row {self.row}, group {self.group}"
+        return f"{self.weight}: expected {self.expected}, got {self.got} in {place}"
+
+
 def groups_with_values(weight: MXTensor) -> torch.Tensor:
     """[..., groups] bool. Whether a group of an mxfp4 tensor holds anything but zeros of either sign."""
-    words = weight.data.contiguous().view(torch.int64) & 0x7777777777777777
-    return (words != 0).unflatten(-1, (-1, GROUP_SIZE // 16)).any(-1)
+    words = weight.data.contiguous().view(torch.int64).unflatten(-1, (-1, GROUP_SIZE // 16))
+    # Some rows at a time: masking all of them at once would take another expert's worth of memory.
+    return torch.cat([((part & 0x7777777777777777) != 0).any(-1) for part in words.split(_ROWS_AT_ONCE)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -273,6 +273,14 @@ class MXTensor:
         if tuple(self.scale.shape) != shape:
             raise ValueError(f"scale: expected {shape} for elements {self.shape}, got {tuple(self.scale.shape)}")
 
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> MXTensor:
+        """An uninitialised mxfp4 tensor of a logical shape."""
+        *rows, columns = shape
+        data = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(*rows, columns // GROUP_SIZE, dtype=torch.uint8, device=device)
+        return cls(data, scale, "mxfp4")
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape, counted in elements."""
@@ -291,6 +299,24 @@ class MXTensor:
     def to(self, device: torch.device | str) -> MXTensor:
         """The same values on a device; nothing is copied where they are there."""
         return MXTensor(self.data.to(device), self.scale.to(device), self.format)
+
+
+class ExpertSource(Protocol):
+    """One weight of a rank's experts in checkpoint order, given out one expert at a time; an ``MXTensor`` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(L, out, in), counted in elements."""
+        ...
+
+    @property
+    def format(self) -> MXFormat:
+        """``mxfp4``."""
+        ...
+
+    def __getitem__(self, expert: int, /) -> MXTensor:
+        """A local expert's [out, in] weight. It may be read from a disk only now, and anew at each call."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -379,7 +405,9 @@ Activation = SiTU | SwiGLU
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One rank's experts, made once at load by ``pack_experts``. The layout inside is private to ``backend``.
+    """One rank's experts, made once at load by ``pack_experts`` or read from a file by ``load_packed``.
+
+    The layout inside is private to ``backend``.
 
     w13: logical [L, 2 I, H] mxfp4; gate rows first, then up rows.
     w2: logical [L, H, I] mxfp4.

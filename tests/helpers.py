@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +80,16 @@ def random_experts(
         for name, width in (("w13_bias", 2 * intermediate_size), ("w2_bias", hidden_size)):
             biases[name] = torch.randn(num_experts, width, generator=seeded(seed + width))[mine]
     return pack_experts(w13[mine], w2[mine], activation, placement, backend=backend, **biases)
+
+
+def edit_header(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite a safetensors file's JSON header and leave its data as it is."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
 
 
 def random_batch(

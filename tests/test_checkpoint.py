@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from helpers import edit_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -75,16 +76,6 @@ def assert_same(actual: MXTensor, expected: MXTensor) -> None:
 
 def load(checkpoint: Checkpoint, placement: ExpertPlacement, **options: Any) -> tuple[MXTensor, MXTensor]:
     return checkpoint.load_experts(PREFIX, placement, HIDDEN, INTERMEDIATE, **options)
-
-
-def edit_header(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite a shard's JSON header and leave its data as it is."""
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    edit(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
 
 
 def bytes_read() -> int:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers import assert_bitwise_equal
 from typer.testing import CliRunner
 
 import rankmoe.pack
+from rankmoe.checkpoint import Checkpoint
 from rankmoe.cli import app
+from rankmoe.models.nano import CHECKPOINT_DIRECTORY as NANO
+from rankmoe.packed import load_packed
+from rankmoe.types import ExpertPlacement, SiTU
 
-COMMANDS = [["info"], ["check"], ["generate"], ["tune"], ["bench", "layer"], ["bench", "front"]]
+PACK_NANO = ["pack", str(NANO), "--model", "nano", "--out", os.devnull]
+COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"], ["bench", "layer"], ["bench", "front"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -51,6 +59,21 @@ def test_check_exits_with_0_and_with_1_where_the_relabelling_is_broken(monkeypat
         (["bench", "layer", "--routing", "all"], "rankmoe: routing: expected one of uniform, skewed, got 'all'"),
         (["tune", "--batch", "8-"], "rankmoe: batch: expected whole numbers above 0 and ranges"),
         (["bench", "layer", "--device", "tpu"], "rankmoe: device: expected cpu or cuda, got 'tpu'"),
+        ([*PACK_NANO, "--device", "tpu"], "rankmoe: device: expected cpu or cuda, got 'tpu'"),
+        (
+            [*PACK_NANO, "--backend", "tpu"],
+            "rankmoe: backend: expected one of cuda, cpu, triton, reference, humming, triton_scaled, got 'tpu'",
+        ),
+        (
+            [*PACK_NANO, "--strategy", "random"],
+            "rankmoe: strategy: expected 'contiguous' or 'round_robin', got 'random'",
+        ),
+        ([*PACK_NANO, "--ep-rank", "1"], "rankmoe: ep_rank: expected 0 <= ep_rank < ep_size=1, got 1"),
+        ([*PACK_NANO, "--layer", "4"], f"rankmoe: {NANO}: expected routed experts in layer 4, got layers 0, 1, 2, 3"),
+        ([*PACK_NANO, "--model", "gpt-oss-120b"], "rankmoe: model: expected one whose experts have no bias, got"),
+        ([*PACK_NANO, "--model", "kimi-k3"], f"rankmoe: {NANO / 'model.safetensors'}: tensor model.layers.0.block_"),
+        (["pack", str(NANO.parent), "--out", os.devnull], f"rankmoe: {NANO.parent}: expected a folder with"),
+        ([*PACK_NANO, "--out", os.devnull], "rankmoe: [Errno"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -90,6 +113,67 @@ def test_bench_layer_writes_a_record_that_its_table_shows(tmp_path: Path, small_
         assert row["bytes"] > 0
     by_stage = {(row["tokens"], row["stage"]): row["bytes"] for row in record["rows"]}
     assert by_stage[4, "gate_up"] + by_stage[4, "down"] == by_stage[4, "layer"] == by_stage[4, "gemms"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("strategy", ["contiguous", "round_robin"])
+def test_pack_writes_the_layers_that_it_names(tmp_path: Path, backend: str, strategy: str) -> None:
+    arguments = [
+        "pack",
+        str(NANO),
+        "--model",
+        "nano",
+        "--ep-size",
+        "4",
+        "--ep-rank",
+        "3",
+        "--layer",
+        "2",
+        "--layer",
+        "0",
+    ]
+    options = ["--strategy", strategy, "--backend", backend, "--device", "cpu", "--out", str(tmp_path / "packed")]
+    result = CliRunner().invoke(app, [*arguments, *options])
+    assert result.exit_code == 0, result.output
+    names = [f"layer-{layer:03d}-rank-3-of-4.safetensors" for layer in (0, 2)]
+    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == names
+    placement = ExpertPlacement(64, 4, 3, strategy)
+    for layer, name, line in zip((0, 2), names, result.output.splitlines(), strict=True):
+        path = tmp_path / "packed" / name
+        assert line.startswith(
+            f"{path}: layer {layer}, {path.stat().st_size:,} bytes for backend {backend}, packed in "
+        )
+        prefix = f"model.layers.{layer}.block_sparse_moe"
+        expected = Checkpoint.open(NANO).pack_experts(prefix, placement, 128, 96, SiTU(), backend=backend)
+        assert_bitwise_equal(load_packed(path, device="cpu", placement=placement), expected)
+
+
+def test_pack_takes_every_layer_and_writes_json(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*PACK_NANO, "--device", "cpu", "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    files = json.loads(result.stdout)
+    assert [file["layer"] for file in files] == [0, 1, 2, 3]
+    for file in files:
+        assert file["backend"] == "cpu"
+        assert file["nbytes"] == Path(file["path"]).stat().st_size
+        assert min(file["pack_seconds"], file["write_seconds"]) > 0
+
+
+def test_pack_says_what_it_wrote_before_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_experts = Checkpoint.pack_experts
+
+    def failing(self: Checkpoint, layer_prefix: str, *arguments: Any, **options: Any) -> Any:
+        if "layers.1." in layer_prefix:
+            raise OSError("disk gone")
+        return pack_experts(self, layer_prefix, *arguments, **options)
+
+    monkeypatch.setattr(Checkpoint, "pack_experts", failing)
+    result = CliRunner().invoke(app, [*PACK_NANO, "--device", "cpu", "--out", str(tmp_path)])
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception) == "disk gone"
+    (line,) = result.output.splitlines()
+    assert line.startswith(str(tmp_path / "layer-000-rank-0-of-1.safetensors"))
+    assert [path.name for path in tmp_path.iterdir()] == ["layer-000-rank-0-of-1.safetensors"]
 
 
 @pytest.fixture

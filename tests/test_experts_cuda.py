@@ -21,12 +21,12 @@ from rankmoe.combine import combine
 from rankmoe.experts import down, gate_up, pack_experts
 from rankmoe.front import route_quantize
 from rankmoe.kernels import combine_cuda, experts_cuda, experts_grouped_cuda, nvrtc
+from rankmoe.kernels.experts_common import expert_nbytes
 from rankmoe.kernels.experts_cuda import (
     ExpertsConfig,
     config_from,
     config_values,
     default_config,
-    expert_nbytes,
     macros_of,
     stored_scales,
 )

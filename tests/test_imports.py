@@ -16,11 +16,11 @@ PACKAGE = Path(rankmoe.__file__).parent
 LAYERS = [
     {"types", "env"},
     {
-        *("activation", "backends", "combine", "expert_source", "experts", "front", "kernels", "pack", "quantize"),
+        *("activation", "backends", "combine", "experts", "front", "kernels", "layout", "pack", "quantize"),
         *("reference", "route", "schedule", "tuned"),
     },
     {"moe"},
-    {"checkpoint", "distributed", "handoff", "models", "packed", "runner", "tuning"},
+    {"checkpoint", "distributed", "handoff", "models", "runner", "shards", "tuning"},
 ]
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from rankmoe.distributed import ExpertParallelGroup
 from rankmoe.handoff import Handoff
 from rankmoe.models.kimi_k3 import KimiK3MoE, KimiK3MoEConfig
 from rankmoe.quantize import dequantize, quantize_mxfp8
-from rankmoe.types import ExpertPlacement, ExpertWeights, LocalRange, RouterConfig
+from rankmoe.types import ExpertPlacement, ExpertWeights, LocalRange, RouterConfig, SiTU
 
 CONFIG = KimiK3MoEConfig(
     hidden_size=96,
@@ -230,6 +231,12 @@ def test_a_forward_before_bind_experts_is_an_error():
 )
 def test_experts_that_do_not_fit_the_configuration_are_refused(weights, got):
     with pytest.raises(ValueError, match=rf"weights: expected .* \(32, 64, 32\), got {got}"):
+        block().bind_experts(weights)
+
+
+def test_experts_of_another_activation_are_refused():
+    weights = dataclasses.replace(experts(), activation=SiTU(beta=2.0))
+    with pytest.raises(ValueError, match=r"weights: expected activation SiTU\(beta=4.0.*, got SiTU\(beta=2.0"):
         block().bind_experts(weights)
 
 

@@ -394,7 +394,7 @@ class OperatorKimiK3MoE(KimiK3MoE):
 
 
 def kimi_blocks() -> tuple[KimiK3MoE, KimiK3MoE]:
-    config = KimiK3MoEConfig(96, HIDDEN_SIZE, NUM_EXPERTS, 32, 64, router=CONFIG)
+    config = KimiK3MoEConfig(96, HIDDEN_SIZE, NUM_EXPERTS, 32, 64, router=CONFIG, activation=ACTIVATIONS["situ"])
     blocks = KimiK3MoE(config).bfloat16(), OperatorKimiK3MoE(config).bfloat16()
     blocks[1].load_state_dict(blocks[0].state_dict())
     for block in blocks:

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from rankmoe.kernels import nvrtc
+from rankmoe.layout import Layout
 from rankmoe.types import GROUP_SIZE, Activation, ExpertWeights, MXTensor, SiTU
 
-#: Name and version of the packed weights' layout; a change of it makes saved weights unreadable, so it gets a new one.
-LAYOUT = "tiles 2"
 TILE = 64
 STEP = 128
 #: Bytes of half a step: 32 outputs by 128 inputs in half bytes, and their 128 scales.
@@ -47,7 +46,7 @@ class Stage:
 
     def check_buffer(self) -> None:
         """Raise ValueError unless both parts of the weight lie in the buffer that ``pack`` made."""
-        check_buffer(self.weight)
+        buffer_of(self.weight)
 
 
 def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
@@ -55,33 +54,40 @@ def expert_nbytes(num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // TILE) * -(-num_inputs // STEP) * 2 * HALF_BYTES
 
 
-def check_buffer(weight: MXTensor) -> None:
-    """Raise ValueError unless both parts of a packed weight lie in one buffer."""
-    num_experts, num_outputs, num_inputs = weight.shape
-    is_joined = weight.scale.data_ptr() - weight.data.data_ptr() == num_outputs * num_inputs // 2
-    if not is_joined or (num_experts > 1 and weight.data.stride(0) != expert_nbytes(num_outputs, num_inputs)):
-        raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
-
-
-def from_buffer(buffer: torch.Tensor, num_outputs: int, num_inputs: int) -> MXTensor:
-    """A packed weight, of the logical shape, in a buffer [L, expert_nbytes] uint8; ValueError for another shape."""
-    num_experts, nbytes = buffer.shape[0], expert_nbytes(num_outputs, num_inputs)
-    if buffer.shape != (num_experts, nbytes):
-        raise ValueError(f"buffer: expected [num_experts, {nbytes}], got {tuple(buffer.shape)}")
+def empty_packed(shape: tuple[int, ...], device: torch.device) -> MXTensor:
+    """An uninitialised weight [L, out, in] in the kernels' order: one buffer, and its two parts."""
+    num_experts, num_outputs, num_inputs = shape
     num_codes, num_scales = num_outputs * num_inputs // 2, num_outputs * num_inputs // GROUP_SIZE
-    return MXTensor(
-        buffer[:, :num_codes].view(num_experts, num_outputs, -1),
-        buffer[:, num_codes : num_codes + num_scales].view(num_experts, num_outputs, -1),
-        "mxfp4",
-    )
+    buffer = torch.empty(num_experts, expert_nbytes(num_outputs, num_inputs), dtype=torch.uint8, device=device)
+    data = buffer[:, :num_codes].view(num_experts, num_outputs, num_inputs // 2)
+    scale = buffer[:, num_codes : num_codes + num_scales].view(num_experts, num_outputs, num_inputs // GROUP_SIZE)
+    return MXTensor(data, scale, "mxfp4")
 
 
 def buffer_of(weight: MXTensor) -> torch.Tensor:
-    """[L, expert_nbytes] uint8. The whole of a packed weight. Raises ValueError for a copy of its parts."""
-    check_buffer(weight)
+    """[L, bytes of an expert] uint8: all of a weight, padding included, on any device, meta too.
+
+    Raises ValueError for a copy of its parts.
+    """
     num_experts, num_outputs, num_inputs = weight.shape
-    nbytes = expert_nbytes(num_outputs, num_inputs)
-    return weight.data.as_strided((num_experts, nbytes), (nbytes, 1))
+    data, scale, nbytes = weight.data, weight.scale, expert_nbytes(num_outputs, num_inputs)
+    is_joined = (
+        data.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
+        and scale.storage_offset() - data.storage_offset() == num_outputs * num_inputs // 2
+        and (num_experts == 1 or data.stride(0) == scale.stride(0) == nbytes)
+    )
+    if not is_joined:
+        raise ValueError("weights: expected the buffer that pack made, got a copy of its parts")
+    return data.as_strided((num_experts, nbytes), (nbytes, 1))
+
+
+#: A packer that puts a bit elsewhere makes another version; tests/test_packed.py holds the bytes of each.
+LAYOUT = Layout(
+    version="cuda/1",
+    empty=empty_packed,
+    buffers=lambda weight: {"buffer": buffer_of(weight)},
+    factor_dtypes={0: None, 1: torch.float32},
+)
 
 
 @cache
@@ -134,7 +140,7 @@ def table_size(num_local_experts: int) -> int:
 def fingerprint() -> str:
     """Of everything that a tuned configuration's time depends on in this package: sources, layout, compiler."""
     names = ("experts.cu", "experts_grouped.cu", "widen_rows.cu")
-    parts = [*(source(name) for name in names), LAYOUT, repr(nvrtc.compiler_version())]
+    parts = [*(source(name) for name in names), LAYOUT.version, repr(nvrtc.compiler_version())]
     return hashlib.sha256(chr(0).join(parts).encode()).hexdigest()
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 
 from rankmoe.activation import apply_activation
-from rankmoe.expert_source import ExpertSource, stack_experts
-from rankmoe.quantize import decode_scale, dequantize, e2m1_pair_table, quantize_mxfp8
-from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts
+from rankmoe.layout import in_checkpoint_order
+from rankmoe.quantize import ScaleError, decode_scale, dequantize, e2m1_pair_table, quantize_mxfp8
+from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertSource, ExpertWeights, MXTensor, PackedExperts
 
 #: Weights decoded at a time: 1 MiB of float32, which stays in a core's L2 between decoding and multiplying.
 TILE_ELEMENTS = 256 * 1024
@@ -24,19 +24,20 @@ MAX_SCALE_BYTE = 252
 
 
 def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
-    """Keep the checkpoint's layout. Raises ValueError for a scale that float32 arithmetic cannot hold."""
-    packed = PackedExperts(stack_experts(w13, device), stack_experts(w2, device))
-    for name, tensor in (("w13", packed.w13), ("w2", packed.w2)):
-        for expert, scale in enumerate(tensor.scale):
-            if int(scale.max()) > MAX_SCALE_BYTE:  # rare: look closer
-                too_large = ((scale > MAX_SCALE_BYTE) & (scale < 255)).nonzero()
-                if len(too_large):
-                    row, group = too_large[0].tolist()
-                    raise ValueError(
-                        f"{name}: expected scale bytes up to {MAX_SCALE_BYTE} or 255, got {int(scale[row, group])} in "
-                        f"expert {expert}, row {row}, group {group}"
-                    )
-    return packed
+    """Keep the checkpoint's layout. Raises ScaleError for a scale that float32 arithmetic cannot hold."""
+    return PackedExperts(_pack_one("w13", w13, device), _pack_one("w2", w2, device))
+
+
+def _pack_one(name: str, source: ExpertSource, device: torch.device) -> MXTensor:
+    weight = in_checkpoint_order(source, device)
+    for expert, scale in enumerate(weight.scale):
+        if int(scale.max()) > MAX_SCALE_BYTE:  # rare: look closer
+            too_large = ((scale > MAX_SCALE_BYTE) & (scale < 255)).nonzero()
+            if len(too_large):
+                row, group = too_large[0].tolist()
+                expected = f"scale bytes up to {MAX_SCALE_BYTE} or 255"
+                raise ScaleError(name, expert, row, group, expected, int(scale[row, group]))
+    return weight
 
 
 def gate_up(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, out: torch.Tensor) -> MXTensor:

@@ -19,7 +19,6 @@ import torch
 
 from rankmoe import tuned
 from rankmoe.env import is_batch_invariant
-from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import combine_cuda, experts_common, experts_grouped_cuda, nvrtc
 from rankmoe.kernels.experts_common import (
     HALF_BYTES,
@@ -29,15 +28,17 @@ from rankmoe.kernels.experts_common import (
     TILE,
     ActivationConstants,
     Stage,
-    expert_nbytes,
+    buffer_of,
+    empty_packed,
 )
 from rankmoe.kernels.experts_grouped_cuda import GroupedConfig
-from rankmoe.quantize import groups_with_values
+from rankmoe.quantize import ScaleError, groups_with_values
 from rankmoe.tuned import TuningKey
 from rankmoe.types import (
     GROUP_SIZE,
     Activation,
     ExpertSchedule,
+    ExpertSource,
     ExpertWeights,
     MXTensor,
     PackedExperts,
@@ -233,7 +234,7 @@ def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExp
 
     ``data`` and ``scale`` of a packed tensor have the logical shape and are the two parts of an expert's buffer; codes
     and scales are interleaved in it, so neither part means anything alone.
-    Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
+    Raises ScaleError for a scale that the arithmetic cannot hold.
     """
     packed_w13, w13_factor = _pack_one("w13", w13, True, device)
     packed_w2, w2_factor = _pack_one("w2", w2, False, device)
@@ -241,23 +242,34 @@ def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExp
 
 
 def _pack_one(
-    name: str, tensor: ExpertSource, is_gate_up: bool, device: torch.device
+    name: str, source: ExpertSource, is_gate_up: bool, device: torch.device
 ) -> tuple[MXTensor, torch.Tensor | None]:
-    num_experts, num_outputs, num_inputs = tensor.shape
-    num_tiles, num_steps = -(-num_outputs // TILE), -(-num_inputs // STEP)
-    buffer = torch.empty(num_experts, expert_nbytes(num_outputs, num_inputs), dtype=torch.uint8, device=device)
+    num_experts, num_outputs, _ = source.shape
+    packed = empty_packed(source.shape, device)
+    buffer = buffer_of(packed)
     rows = _rows_of_tiles(num_outputs, is_gate_up).to(device)
     table = _code_table().to(device)
     shifts = torch.zeros(num_experts, dtype=torch.int32)
     for expert in range(num_experts):
-        weight = tensor[expert].to(device)
-        scale, shifts[expert] = stored_scales(name, expert, weight)
-        slots = buffer[expert].view(num_tiles, num_steps, 2, HALF_BYTES)
-        for first in range(0, num_tiles, _TILES_AT_ONCE):
-            tiles = slice(first, first + _TILES_AT_ONCE)
-            slots[tiles] = _pack_tiles(weight.data, scale, rows[tiles], table, num_steps)
-    packed = experts_common.from_buffer(buffer, num_outputs, num_inputs)
+        shifts[expert] = _pack_expert(name, expert, source, rows, table, buffer[expert])
     return packed, torch.exp2(shifts.double()).float().to(device) if bool(shifts.any()) else None
+
+
+def _pack_expert(
+    name: str, expert: int, source: ExpertSource, rows: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+) -> int:
+    """Pack an expert into its part of the buffer; returns the octaves of its factor.
+
+    In a function of its own, so that no expert is held while the next one is fetched.
+    """
+    weight = source[expert].to(out.device)
+    scale, shift = stored_scales(name, expert, weight)
+    num_tiles, num_steps = rows.shape[0], -(-weight.shape[1] // STEP)
+    slots = out.view(num_tiles, num_steps, 2, HALF_BYTES)
+    for first in range(0, num_tiles, _TILES_AT_ONCE):
+        tiles = slice(first, first + _TILES_AT_ONCE)
+        slots[tiles] = _pack_tiles(weight.data, scale, rows[tiles], table, num_steps)
+    return shift
 
 
 #: Tiles that are packed together: the temporaries stay far below one expert.
@@ -314,7 +326,7 @@ def _pack_tiles(
 def stored_scales(name: str, expert: int, weight: MXTensor) -> tuple[torch.Tensor, int]:
     """([out, groups] uint8 as the kernel reads them, octaves that the expert's factor makes up for).
 
-    Groups of zeros have no say. Raises ValueError for the byte of NaN and for scales too far below the largest.
+    Groups of zeros have no say. Raises ScaleError for the byte of NaN and for scales too far below the largest.
     """
     has_value, scale = groups_with_values(weight), weight.scale.to(torch.int16)
     largest = int(torch.where(has_value & (scale < 255), scale, 0).amax())
@@ -322,10 +334,9 @@ def stored_scales(name: str, expert: int, weight: MXTensor) -> tuple[torch.Tenso
     is_wrong = (has_value & (scale - shift < MIN_SCALE_BYTE)) | (scale == 255)
     if bool(is_wrong.any()):
         row, group = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: expected scale bytes from {max(0, MIN_SCALE_BYTE + shift)} to 254 in an expert whose largest is "
-            f"{largest}, got {int(scale[row, group])} in expert {expert}, row {row}, group {group}"
-        )
+        smallest = max(0, MIN_SCALE_BYTE + shift)
+        expected = f"scale bytes from {smallest} to 254 in an expert whose largest is {largest}"
+        raise ScaleError(name, expert, row, group, expected, int(scale[row, group]))
     return torch.where(has_value, scale - shift + _SCALE_OFFSET, _NEUTRAL_SCALE_BYTE).to(torch.uint8), shift
 
 

@@ -11,7 +11,7 @@ humming's form of MXFP4 weights for e4m3 activations folds a group's scale into 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import dataclasses
 import importlib.util
 import json
 from functools import cache
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from rankmoe.expert_source import ExpertSource
 from rankmoe.kernels import triton_support
-from rankmoe.quantize import groups_with_values
+from rankmoe.layout import CHECKPOINT_ORDER
+from rankmoe.quantize import ScaleError, groups_with_values
 from rankmoe.tuned import expected_rows
-from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem
+from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertSource, ExpertWeights, MXTensor, PackedExperts, Problem
 
 #: Octaves between the smallest and the largest scale of a row, exclusive, that weights in e4m3 hold exactly.
 SCALE_OCTAVES = 12
@@ -35,6 +35,10 @@ _NEUTRAL_SCALE = 127
 #: The rows of humming's smallest block, and the expected rows of a rank from which the widest block is faster.
 _FEW_ROWS, _ROWS_FOR_WIDEST = 8, 16
 _ARCHITECTURE = (9, 0)
+#: humming's order within an expert; it may be another one in another version of the package.
+LAYOUT = dataclasses.replace(
+    CHECKPOINT_ORDER, version="humming-0.1.20/1", factor_dtypes={1: torch.float32, 2: torch.bfloat16}
+)
 
 
 def available() -> bool:
@@ -45,13 +49,6 @@ def available() -> bool:
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability() == _ARCHITECTURE
     )
-
-
-def layout() -> str:
-    """humming's order of weights, which is its own version's."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return f"humming {importlib.metadata.version('humming-kernels')}"
-    return "humming"
 
 
 def covered(problem: Problem) -> bool:
@@ -68,7 +65,8 @@ def approximated(problem: Problem) -> bool:
 def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order to humming's order on a GPU, one expert at a time.
 
-    Raises ValueError, naming tensor, expert, row and group, for a scale that the arithmetic cannot hold.
+    Each expert is fetched twice: the scales of all of them decide on the form of the factors.
+    Raises ScaleError for a scale that the arithmetic cannot hold.
     """
     (packed_w13, w13_factor), (packed_w2, w2_factor) = _pack_one("w13", w13, device), _pack_one("w2", w2, device)
     return PackedExperts(packed_w13, packed_w2, w13_factor, w2_factor)
@@ -210,36 +208,33 @@ def _layer_config(
     )
 
 
-def _pack_one(name: str, tensor: ExpertSource, device: torch.device) -> tuple[MXTensor, torch.Tensor]:
+def _pack_one(name: str, source: ExpertSource, device: torch.device) -> tuple[MXTensor, torch.Tensor]:
     """One weight tensor in humming's order, and the factor of each expert [L] or row [L, out]."""
     from humming.transform import transform_humming_tensors
 
-    num_experts, num_outputs, num_inputs = tensor.shape
-    ranges = [check_scales(name, expert, tensor[expert]) for expert in range(num_experts)]
+    num_experts, num_outputs, num_inputs = source.shape
+    ranges = [check_scales(name, expert, source[expert]) for expert in range(num_experts)]
     is_factor_per_row = any(whole >= SCALE_OCTAVES for whole in ranges)
     config = _layer_config(1, num_outputs, num_inputs, is_factor_per_row, device)
-    data, scale = (
-        torch.empty(num_experts, num_outputs, num_inputs // n, dtype=torch.uint8, device=device)
-        for n in (2, GROUP_SIZE)
-    )
-    packed = MXTensor(data, scale, "mxfp4")
-    factors = []
-    for expert in range(num_experts):
-        own = tensor[expert].to(device)
+    packed = MXTensor.empty(source.shape, device)
+
+    def pack_expert(expert: int) -> torch.Tensor:  # a function, so that no expert is held while the next is fetched
+        own = source[expert].to(device)
         weight = own.data[None].contiguous().view(torch.int32)
         scale = neutral_scales(own, per_row=is_factor_per_row)[None]
         with torch.cuda.device(device):
             outputs = transform_humming_tensors(config, {"weight": weight, "weight_scale": scale}, already_padded=True)
         packed.data[expert] = outputs["weight"].view(torch.uint8).view(num_outputs, -1)
         packed.scale[expert] = outputs["weight_scale"].view(torch.uint8).view(num_outputs, -1)
-        factors.append(outputs["weight_scale_2"])
-    return packed, torch.cat(factors).contiguous()
+        return outputs["weight_scale_2"]
+
+    return packed, torch.cat([pack_expert(expert) for expert in range(num_experts)]).contiguous()
 
 
 def check_scales(name: str, expert: int, weight: MXTensor) -> int:
     """Octaves that the scales of an expert's [out, in] weight span; groups of zeros have no say.
 
-    Raises ValueError for a scale byte beyond ``SCALE_BYTES`` and for a row that spans ``SCALE_OCTAVES`` or more.
+    Raises ScaleError for a scale byte beyond ``SCALE_BYTES`` and for a row that spans ``SCALE_OCTAVES`` or more.
     """
     has_value, scale = groups_with_values(weight), weight.scale.int()
     low, high = SCALE_BYTES
@@ -248,11 +243,11 @@ def check_scales(name: str, expert: int, weight: MXTensor) -> int:
     is_wrong = (has_value & ((scale < low) | (scale > high) | (largest - scale >= SCALE_OCTAVES))) | (scale == 255)
     if bool(is_wrong.any()):
         row, group = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: expected scale bytes from {low} to {high} that span less than {SCALE_OCTAVES} octaves in a row, "
-            f"got {int(scale[row, group])} in expert {expert}, row {row}, group {group}, where the row's largest is "
+        expected = (
+            f"scale bytes from {low} to {high} that span less than {SCALE_OCTAVES} octaves in a row, whose largest is "
             f"{int(largest[row])}"
         )
+        raise ScaleError(name, expert, row, group, expected, int(scale[row, group]))
     if not bool(has_value.any()):
         return 0
     return int(scale[has_value].max() - scale[has_value].min())

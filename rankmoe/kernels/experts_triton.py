@@ -22,13 +22,22 @@ import torch
 import triton
 import triton.language as tl
 
-from rankmoe.expert_source import ExpertSource, stack_experts
 from rankmoe.kernels import triton_support
 from rankmoe.kernels.activation_triton import activate
 from rankmoe.kernels.quantize_triton import encode_groups
 from rankmoe.kernels.triton_support import next_power_of_2
-from rankmoe.quantize import groups_with_values
-from rankmoe.types import GROUP_SIZE, ExpertSchedule, ExpertWeights, MXTensor, PackedExperts, Problem, SiTU
+from rankmoe.layout import in_checkpoint_order
+from rankmoe.quantize import ScaleError, groups_with_values
+from rankmoe.types import (
+    GROUP_SIZE,
+    ExpertSchedule,
+    ExpertSource,
+    ExpertWeights,
+    MXTensor,
+    PackedExperts,
+    Problem,
+    SiTU,
+)
 
 available = triton_support.available
 
@@ -72,24 +81,26 @@ def scaled_approximated(problem: Problem) -> bool:
 def pack(w13: ExpertSource, w2: ExpertSource, device: torch.device) -> PackedExperts:
     """Checkpoint order as it is, on a device; tensors that are there already are not copied.
 
-    Raises ValueError, naming tensor, expert, row and group, for a scale that bfloat16 cannot hold times every code.
+    Raises ScaleError for a scale that bfloat16 cannot hold times every code.
     """
-    packed = PackedExperts(stack_experts(w13, device), stack_experts(w2, device))
+    packed = PackedExperts(_contiguous(in_checkpoint_order(w13, device)), _contiguous(in_checkpoint_order(w2, device)))
     for name, tensor in (("w13", packed.w13), ("w2", packed.w2)):
         for expert in range(tensor.shape[0]):
             check_scales(name, expert, tensor[expert])
     return packed
 
 
+def _contiguous(weight: MXTensor) -> MXTensor:
+    return MXTensor(weight.data.contiguous(), weight.scale.contiguous(), weight.format)
+
+
 def check_scales(name: str, expert: int, weight: MXTensor) -> None:
-    """Raise ValueError for a scale byte above ``MAX_SCALE_BYTE`` in a group that has values; 255 is NaN, as ever."""
+    """Raise ScaleError for a scale byte above ``MAX_SCALE_BYTE`` in a group that has values; 255 is NaN, as ever."""
     is_wrong = groups_with_values(weight) & (weight.scale > MAX_SCALE_BYTE) & (weight.scale < 255)
     if bool(is_wrong.any()):
         row, group = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: expected scale bytes up to {MAX_SCALE_BYTE}, or 255 for NaN, got "
-            f"{int(weight.scale[row, group])} in expert {expert}, row {row}, group {group}"
-        )
+        expected = f"scale bytes up to {MAX_SCALE_BYTE}, or 255 for NaN"
+        raise ScaleError(name, expert, row, group, expected, int(weight.scale[row, group]))
 
 
 def default_config(schedule: ExpertSchedule, num_experts: int) -> TritonConfig:

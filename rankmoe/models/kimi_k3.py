@@ -116,6 +116,8 @@ class KimiK3MoE(nn.Module):
         got = (weights.placement.num_logical_experts, weights.hidden_size, weights.intermediate_size)
         if got != expected:
             raise ValueError(f"weights: expected (experts, latent, intermediate) {expected}, got {got}")
+        if weights.activation != config.activation:
+            raise ValueError(f"weights: expected activation {config.activation}, got {weights.activation}")
         self.runner = RoutedMoeRunner(weights, self.handoff, out_dtype=self.reduce_dtype)
 
     def forward(self, hidden_states: torch.Tensor, num_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from rankmoe.checkpoint import Checkpoint, ProgressCallback
 from rankmoe.distributed import ExpertParallelGroup
-from rankmoe.experts import pack_experts
 from rankmoe.handoff import Handoff
 from rankmoe.models.kimi_k3 import KimiK3MoE, KimiK3MoEConfig
 from rankmoe.models.nano_config import NanoConfig
@@ -214,14 +213,16 @@ def load_nano(
     model.load_state_dict(state)
     placement = ExpertPlacement(config.num_experts, group.ep_size, group.ep_rank)
     for index, block in enumerate(model.moe_blocks):
-        w13, w2 = checkpoint.load_experts(
+        weights = checkpoint.pack_experts(
             f"model.layers.{index}.block_sparse_moe",
             placement,
             config.routed_expert_hidden_size,
             config.moe_intermediate_size,
-            progress,
+            config.activation,
+            backend=backend,
+            progress=progress,
         )
-        block.bind_experts(pack_experts(w13, w2, config.activation, placement, backend=backend))
+        block.bind_experts(weights)
     return model.eval()
 
 

@@ -46,6 +46,7 @@ PRESETS = {
             SwiGLU(),
         ),
         ModelPreset("qwen3-moe", 128, 4096, 1536, 94, RouterConfig(top_k=8, scoring="softmax"), SwiGLU()),
+        ModelPreset("nano", 64, 128, 96, 4, RouterConfig(top_k=4), SiTU()),
         ModelPreset(
             "gpt-oss-120b",
             128,
