@@ -359,8 +359,8 @@ def tune(
     architecture = "sm_90"
     if experts_cuda.available():
         device = torch.device("cuda")
-        major, minor = torch.cuda.get_device_capability(device)
-        device_name, architecture = device_name or experts_common.device_name(device), f"sm_{major}{minor}"
+        architecture = experts_common.architecture(device)
+        device_name = device_name or experts_common.device_name(device)
     elif device_name is None or not coverage:
         raise ValueError(
             "tune: expected a GPU that the native kernels run on, found none; --coverage needs --device-name"

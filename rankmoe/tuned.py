@@ -76,7 +76,7 @@ class _State(threading.local):
 
 _state = _State()
 _files: dict[Path, Mapping[str, Any]] = {}
-_missed: set[str] = set()
+_answers: dict[tuple[TuningKey, str, str], Answer] = {}
 
 
 @contextmanager
@@ -94,22 +94,30 @@ def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
     """The configuration for a key: an explicit one, the user's, the shipped one, else the caller's heuristic.
 
     fingerprint: of the kernels' sources and compiler; entries made with others do not count.
-    A miss is logged once a key. Files are read once; ``forget`` has them read again.
+    Files are read once and answers kept until ``forget``, since every launch asks. A miss is logged once a key.
     """
-    name = str(key)
-    if name in _state.explicit:
-        return Answer(_state.explicit[name], "explicit")
+    if _state.explicit and str(key) in _state.explicit:
+        return Answer(_state.explicit[str(key)], "explicit")
+    question = (key, fingerprint, device_name)
+    answer = _answers.get(question)
+    if answer is None:
+        answer = _answers[question] = _look(key, fingerprint, device_name)
+        if answer.values is None:
+            _LOG.info("no tuned configuration for %s on %s; `rankmoe tune` makes one", key, device_name)
+    return answer
+
+
+def _look(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
     files: tuple[tuple[Path, Source], ...] = (
         (user_file(fingerprint, device_name), "user cache"),
         (shipped_file(device_name), "shipped"),
     )
     for path, source in files:
-        entry = _entries(path, fingerprint).get(name)
+        if path not in _files:
+            _files[path] = read_file(path, fingerprint)
+        entry = _files[path].get(str(key))
         if entry is not None:
             return Answer(entry["config"], source)
-    if name not in _missed:
-        _missed.add(name)
-        _LOG.info("no tuned configuration for %s on %s; `rankmoe tune` makes one", name, device_name)
     return Answer(None, "heuristic")
 
 
@@ -130,13 +138,7 @@ def _slug(device_name: str) -> str:
 def forget() -> None:
     """Read files again when they are next asked for, and log misses anew."""
     _files.clear()
-    _missed.clear()
-
-
-def _entries(path: Path, fingerprint: str) -> Mapping[str, Any]:
-    if path not in _files:
-        _files[path] = read_file(path, fingerprint)
-    return _files[path]
+    _answers.clear()
 
 
 def read_file(path: Path, fingerprint: str) -> dict[str, Any]:

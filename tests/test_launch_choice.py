@@ -17,6 +17,11 @@ from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, Router
 
 HIDDEN, INTERMEDIATE = 256, 128
 PLACEMENT = ExpertPlacement(32, 4, 1)
+_H200 = {
+    "num_multiprocessors": lambda device: 132,
+    "device_name": lambda device: "NVIDIA H200",
+    "architecture": lambda device: "sm_90",
+}
 MANY, FEW = ExpertsConfig(), ExpertsConfig(16, 1, 8, 2, 1, 1)
 
 
@@ -32,7 +37,7 @@ def launches(monkeypatch, tmp_path) -> list[tuple[str, dict[str, Any], int, int]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for module, values in (
-        (experts_common, {"num_multiprocessors": lambda device: 132, "device_name": lambda device: "NVIDIA H200"}),
+        (experts_common, _H200),
         (combine_cuda, {"combine_masks": lambda *arguments, **options: "combined"}),
     ):
         for name, value in values.items():

@@ -7,7 +7,7 @@ import torch
 
 from rankmoe import tuned
 from rankmoe.bench.profile import GpuProfiler, popularity_of
-from rankmoe.kernels import experts_cuda
+from rankmoe.kernels import experts_common, experts_cuda
 from rankmoe.kernels.experts_cuda import ExpertsConfig
 from rankmoe.models.presets import get_preset
 from rankmoe.tuning import CandidateError, candidates_of, plan_keys, tune
@@ -35,8 +35,7 @@ def test_recorded_routing_of_another_model_or_rank_is_refused():
 @pytest.mark.gpu
 @needs_gpu
 def test_a_search_checks_and_times_every_candidate_and_the_choice_is_found_again(tmp_path):
-    major, minor = torch.cuda.get_device_capability()
-    keys = plan_keys(SMALL, PLACEMENT, [1, 64], f"sm_{major}{minor}")
+    keys = plan_keys(SMALL, PLACEMENT, [1, 64], experts_common.architecture(torch.device("cuda")))
     profiler = GpuProfiler(SMALL, PLACEMENT, torch.tensor([1.0, 2.0, 0.0, 5.0]))
     report = tune(keys, profiler, tmp_path / "tuned.json", "f" * 64)
     assert [result.key for result in report.tuned] == keys
@@ -50,8 +49,7 @@ def test_a_search_checks_and_times_every_candidate_and_the_choice_is_found_again
 @pytest.mark.gpu
 @needs_gpu
 def test_a_candidate_that_does_not_fit_is_a_failure_and_a_wrong_output_is_an_error(monkeypatch):
-    major, minor = torch.cuda.get_device_capability()
-    key = plan_keys(SMALL, PLACEMENT, [8], f"sm_{major}{minor}")[0]
+    key = plan_keys(SMALL, PLACEMENT, [8], experts_common.architecture(torch.device("cuda")))[0]
     profiler = GpuProfiler(SMALL, PLACEMENT)
     with pytest.raises(CandidateError):
         profiler.check(key, ExpertsConfig(warps=16, depth=32))

@@ -190,6 +190,22 @@ def test_explicit_comes_before_the_users_file_the_shipped_one_and_the_heuristic(
     assert [c.source for c in coverage([KEY], FINGERPRINT, DEVICE)] == ["user cache"]
 
 
+def test_what_was_asked_once_touches_no_file_again(monkeypatch):
+    write(user_path(), FINGERPRINT, **{str(KEY): entry_of(default_of(KEY))})
+    keys = (KEY, dataclasses.replace(KEY, expected_rows=32))
+    answers = [tuned.lookup(key, FINGERPRINT, DEVICE) for key in keys]
+    assert [answer.source for answer in answers] == ["user cache", "heuristic"]
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("a launch touched a file")
+
+    for name in ("read_file", "user_file", "shipped_file"):
+        monkeypatch.setattr(tuned, name, fail)
+    assert [
+        tuned.lookup(key, FINGERPRINT, DEVICE) for key in (KEY, dataclasses.replace(KEY, expected_rows=32))
+    ] == answers
+
+
 def test_entries_of_other_kernels_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "shipped")
     write(tuned.shipped_file(DEVICE), "0" * 64, **{str(KEY): entry_of(default_of(KEY))})

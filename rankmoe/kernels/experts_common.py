@@ -145,6 +145,13 @@ def fingerprint() -> str:
 
 
 @cache
+def architecture(device: torch.device) -> str:
+    """Of a GPU, as ``sm_90``."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
 def device_name(device: torch.device) -> str:
     """Of a GPU."""
     return str(torch.cuda.get_device_name(device))

@@ -177,7 +177,6 @@ def heuristic_config(
 def tuning_key(stage: Stage, num_slots: int, device: torch.device) -> TuningKey:
     """The key of one GEMM of some weights for a batch of ``num_slots`` tokens by experts a token."""
     num_local_experts, num_outputs, num_inputs = stage.weight.shape
-    major, minor = torch.cuda.get_device_capability(device)
     return TuningKey(
         stage="gate_up" if stage.is_gate_up else "down",
         num_local_experts=num_local_experts,
@@ -186,7 +185,7 @@ def tuning_key(stage: Stage, num_slots: int, device: torch.device) -> TuningKey:
         activation=activation_name(stage.weights.activation) if stage.is_gate_up else "",
         has_bias=stage.bias is not None,
         expected_rows=tuned.expected_rows(num_slots, num_local_experts, stage.weights.placement.num_experts),
-        architecture=f"sm_{major}{minor}",
+        architecture=experts_common.architecture(device),
     )
 
 
