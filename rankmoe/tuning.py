@@ -189,7 +189,10 @@ def _tune_key(key: TuningKey, profiler: Profiler | None, group: ExpertParallelGr
             error = raised
     told = group.gather_objects((own, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # its traceback holds this frame: a cycle that would keep the process group beyond its end
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
             raise RuntimeError(f"tuning {key}: rank {rank} failed: {failure}")
