@@ -29,7 +29,7 @@ from rankmoe.kernels.experts_cuda import (
     default_config,
     is_valid,
 )
-from rankmoe.kernels.experts_grouped_cuda import FROM_ROWS, GroupedConfig
+from rankmoe.kernels.experts_grouped_cuda import DEFAULT_CONFIG, FROM_ROWS, GroupedConfig, is_chosen
 from rankmoe.models.presets import ModelPreset
 from rankmoe.tuned import TuningKey, expected_rows
 from rankmoe.types import ExpertPlacement
@@ -121,8 +121,8 @@ def plan_keys(
 
 def default_of(key: TuningKey) -> GemmConfig:
     """What runs where nothing was tuned; see ``experts_cuda.heuristic_config``."""
-    if key.architecture == "sm_90" and key.expected_rows >= FROM_ROWS * key.num_local_experts:
-        return GroupedConfig()
+    if is_chosen(key.expected_rows, key.num_local_experts, key.architecture):
+        return DEFAULT_CONFIG
     config = default_config(key.num_inputs, key.num_local_experts, key.expected_rows)
     if config is None:
         raise ValueError(f"key: expected a shape that the kernels cover, got {key}")

@@ -27,15 +27,18 @@ def make_experts(
     intermediate_size: int,
     activation: Activation = SiTU(),  # noqa: B008
     has_bias: bool = False,
+    *,
+    backend: str = "cuda",
+    device: str = "cuda",
 ) -> tuple[ExpertWeights, MXTensor, MXTensor]:
-    """Experts packed on the GPU, and the checkpoint's tensors there."""
-    w13 = random_mxfp4(num_experts, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(117, 123)).to("cuda")
-    w2 = random_mxfp4(num_experts, hidden_size, intermediate_size, seed=2, scale_bytes=(117, 123)).to("cuda")
+    """Experts packed on a device, and the checkpoint's tensors there."""
+    w13 = random_mxfp4(num_experts, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(117, 123)).to(device)
+    w2 = random_mxfp4(num_experts, hidden_size, intermediate_size, seed=2, scale_bytes=(117, 123)).to(device)
     biases = {}
     if has_bias:
-        biases["w13_bias"] = torch.randn(num_experts, 2 * intermediate_size, generator=seeded(3)).cuda()
-        biases["w2_bias"] = torch.randn(num_experts, hidden_size, generator=seeded(4)).cuda()
-    weights = pack_experts(w13, w2, activation, ExpertPlacement(num_experts, 1, 0), backend="cuda", **biases)
+        biases["w13_bias"] = torch.randn(num_experts, 2 * intermediate_size, generator=seeded(3)).to(device)
+        biases["w2_bias"] = torch.randn(num_experts, hidden_size, generator=seeded(4)).to(device)
+    weights = pack_experts(w13, w2, activation, ExpertPlacement(num_experts, 1, 0), backend=backend, **biases)
     return weights, w13, w2
 
 

@@ -85,8 +85,8 @@ def run_gemms(
     num_rows = schedule.row_tokens.shape[0]
     middle = experts_cuda.middle_in(torch.full((num_rows, weights.intermediate_size), math.nan, device="cuda"))
     rows = torch.full((num_rows, weights.hidden_size), math.nan, device="cuda")
-    experts_grouped_cuda.gate_up(x, schedule, Stage(weights, True), middle, config)
-    experts_grouped_cuda.down(middle, schedule, Stage(weights, False), rows, config)
+    experts_grouped_cuda.launch(Stage(weights, True), x, schedule, middle, None, config)
+    experts_grouped_cuda.launch(Stage(weights, False), middle, schedule, None, rows, config)
     return middle, rows
 
 
@@ -170,7 +170,7 @@ def test_all_scale_bytes_and_codes_are_exact():
         "mxfp8",
     ).to("cuda")
     rows = torch.empty(255 * 32 + 5, 64, device="cuda")
-    experts_grouped_cuda.down(middle, schedule, Stage(weights, False), rows)
+    experts_grouped_cuda.launch(Stage(weights, False), middle, schedule, None, rows)
     got = rows[: 255 * 32].view(255, 32, 64).cpu()
     assert torch.equal(got, reference.dequantize(w2).float().transpose(1, 2))
 
@@ -225,7 +225,7 @@ def test_the_switch_is_by_shapes_alone():
         for is_gate_up in (True, False):
             config = experts_cuda._config_for(Stage(weights, is_gate_up), schedule)
             assert isinstance(config, GroupedConfig)
-    assert not experts_grouped_cuda.is_chosen(63, 8, x.scale.device)
+    assert not experts_grouped_cuda.is_chosen(63, 8, "sm_90")
     assert not down(gate_up(x, nobody, weights), nobody, weights, torch.zeros(70, 128, device="cuda")).any()
 
 

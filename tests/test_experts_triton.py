@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import expert_cases
 from expert_cases import SHAPES, expected_middle, expected_rows
 from helpers import assert_bitwise_equal, random_batch, random_mxfp4, relative_l2, seeded
 
@@ -20,10 +22,8 @@ from rankmoe.moe import routed_moe
 from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.schedule import build_schedule
 from rankmoe.types import (
-    Activation,
     ExpertPlacement,
     ExpertSchedule,
-    ExpertWeights,
     MXTensor,
     Problem,
     RouterConfig,
@@ -38,22 +38,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 COUNTS = [0, 1, 16, 17, 0, 40, 3]
 
 
-def make_experts(
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    activation: Activation = SiTU(),  # noqa: B008
-    has_bias: bool = False,
-) -> tuple[ExpertWeights, MXTensor, MXTensor]:
-    """Packed experts, and the checkpoint's tensors."""
-    w13 = random_mxfp4(num_experts, 2 * intermediate_size, hidden_size, seed=1, scale_bytes=(117, 123)).to(DEVICE)
-    w2 = random_mxfp4(num_experts, hidden_size, intermediate_size, seed=2, scale_bytes=(117, 123)).to(DEVICE)
-    biases = {}
-    if has_bias:
-        biases["w13_bias"] = torch.randn(num_experts, 2 * intermediate_size, generator=seeded(3)).to(DEVICE)
-        biases["w2_bias"] = torch.randn(num_experts, hidden_size, generator=seeded(4)).to(DEVICE)
-    weights = pack_experts(w13, w2, activation, ExpertPlacement(num_experts), backend="triton", **biases)
-    return weights, w13, w2
+make_experts = partial(expert_cases.make_experts, backend="triton", device=DEVICE)
 
 
 def schedule_of(counts: list[int]) -> ExpertSchedule:

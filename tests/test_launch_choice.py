@@ -12,7 +12,9 @@ from rankmoe.front import route_quantize
 from rankmoe.kernels import combine_cuda, experts_common, experts_cuda, experts_grouped_cuda, nvrtc
 from rankmoe.kernels.experts_cuda import ExpertsConfig, config_values
 from rankmoe.kernels.experts_grouped_cuda import DEFAULT_CONFIG, GroupedConfig
+from rankmoe.models.presets import ModelPreset
 from rankmoe.schedule import build_schedule
+from rankmoe.tuning import plan_keys
 from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, RouterConfig, SiTU
 
 HIDDEN, INTERMEDIATE = 256, 128
@@ -134,9 +136,16 @@ def test_the_masked_layer_launches_both_gemms_and_hands_on_to_the_combine(launch
     assert [macros["FROM_MASKS"] for _, macros, *_ in launches] == [1, 1]
 
 
-def test_kernels_of_many_rows_are_for_hopper_alone(monkeypatch):
-    for capability, expected in (((9, 0), True), ((10, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
-        assert experts_grouped_cuda.is_chosen(64, 8, torch.device("cpu")) is expected
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert not experts_grouped_cuda.is_chosen(63, 8, torch.device("cpu"))
+def test_kernels_of_many_rows_are_for_hopper_alone():
+    for architecture, expected in (("sm_90", True), ("sm_100", False)):
+        assert experts_grouped_cuda.is_chosen(64, 8, architecture) is expected
+    assert not experts_grouped_cuda.is_chosen(63, 8, "sm_90")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
+def test_a_plans_keys_are_those_that_launches_look_up(launches, num_tokens):
+    weights, device = make_weights(), torch.device("cpu")
+    preset = ModelPreset("small", 32, HIDDEN, INTERMEDIATE, 1, RouterConfig(4), SiTU())
+    stages = (experts_common.Stage(weights, is_gate_up) for is_gate_up in (True, False))
+    looked_up = [experts_cuda.tuning_key(stage, num_tokens * 4, device) for stage in stages]
+    assert plan_keys(preset, PLACEMENT, [num_tokens], "sm_90") == looked_up

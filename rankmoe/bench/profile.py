@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -103,16 +102,11 @@ class GpuProfiler:
         # Masks are what a decode step's kernel reads; the one of many rows reads offsets.
         schedule = case.schedules[i]
         if not isinstance(config, ExpertsConfig):
-            schedule = ExpertSchedule(
-                schedule.num_tokens, None, schedule.expert_offsets, schedule.row_tokens, schedule.slot_rows
-            )
-        run: Callable[[], MXTensor | torch.Tensor]
-        if key.stage == "gate_up":
-            run = lambda: experts_cuda.gate_up(case.x[i], schedule, self._weights, case.scratch, config=config)  # noqa: E731
-        else:
-            run = lambda: experts_cuda.down(case.middles[i], schedule, self._weights, case.rows, config=config)  # noqa: E731
+            schedule = replace(schedule, expert_token_mask=None)
         try:
-            return run()
+            if key.stage == "gate_up":
+                return experts_cuda.gate_up(case.x[i], schedule, self._weights, case.scratch, config=config)
+            return experts_cuda.down(case.middles[i], schedule, self._weights, case.rows, config=config)
         except RuntimeError as error:
             if any(word in str(error) for word in _NO_ROOM):
                 raise CandidateError(str(error).splitlines()[0]) from error

@@ -44,7 +44,6 @@ def activate_quantize(
     num_groups = width // (2 * GROUP_SIZE)
     data = torch.empty(num_rows, width // 2, dtype=torch.float8_e4m3fn, device=gate_up.device)
     scale = torch.empty(num_rows, num_groups, dtype=torch.uint8, device=gate_up.device)
-    is_situ = isinstance(activation, SiTU)
     if num_rows:
         with triton_support.on_device_of(gate_up):
             _activate_quantize_kernel[(num_rows, triton.cdiv(num_groups, _GROUPS_PER_BLOCK))](
@@ -54,18 +53,22 @@ def activate_quantize(
                 data.view(torch.uint8),
                 scale,
                 num_groups,
-                is_situ=is_situ,
-                beta=activation.beta if isinstance(activation, SiTU) else None,
-                linear_beta=activation.linear_beta if isinstance(activation, SiTU) else None,
-                alpha=None if isinstance(activation, SiTU) else activation.alpha,
-                limit=None if isinstance(activation, SiTU) else activation.limit,
-                up_offset=None if isinstance(activation, SiTU) else activation.up_offset,
+                **activation_constants(activation),
                 num_local_experts=schedule.num_local_experts,
                 experts_per_block=next_power_of_2(schedule.num_local_experts),
                 group_size=GROUP_SIZE,
                 groups_per_block=_GROUPS_PER_BLOCK,
             )
     return MXTensor(data, scale, "mxfp8")
+
+
+def activation_constants(activation: Activation) -> dict[str, float | bool | None]:
+    """What ``activate`` is told of an activation; None for what the other kind has."""
+    if isinstance(activation, SiTU):
+        own: dict[str, float | bool | None] = {"beta": activation.beta, "linear_beta": activation.linear_beta}
+        return {"is_situ": True, **own, "alpha": None, "limit": None, "up_offset": None}
+    own = {"alpha": activation.alpha, "limit": activation.limit, "up_offset": activation.up_offset}
+    return {"is_situ": False, "beta": None, "linear_beta": None, **own}
 
 
 @triton.jit

@@ -155,7 +155,7 @@ def _first_config(num_inputs: int, max_local_experts: int, is_few: bool) -> Expe
 
 
 def heuristic_config(
-    num_inputs: int, num_local_experts: int, num_rows: float, *, has_masks: bool, device: torch.device
+    num_inputs: int, num_local_experts: int, num_rows: float, *, has_masks: bool, architecture: str
 ) -> GemmConfig:
     """What is launched where nothing was tuned.
 
@@ -166,7 +166,7 @@ def heuristic_config(
     if (
         not has_masks
         and not is_batch_invariant()
-        and experts_grouped_cuda.is_chosen(num_rows, num_local_experts, device)
+        and experts_grouped_cuda.is_chosen(num_rows, num_local_experts, architecture)
     ):
         return experts_grouped_cuda.DEFAULT_CONFIG
     config = default_config(num_inputs, num_local_experts, num_rows)
@@ -209,7 +209,8 @@ def chosen_config(stage: Stage, num_slots: int, *, has_masks: bool, device: torc
             ):
                 return config
     num_rows = num_slots * num_local_experts / stage.weights.placement.num_experts
-    return heuristic_config(num_inputs, num_local_experts, num_rows, has_masks=has_masks, device=device)
+    architecture = experts_common.architecture(device)
+    return heuristic_config(num_inputs, num_local_experts, num_rows, has_masks=has_masks, architecture=architecture)
 
 
 def available() -> bool:
@@ -353,14 +354,8 @@ def gate_up(
     The middle lies in ``out`` where that is contiguous. No host sync; capturable.
     """
     middle = middle_in(out)
-    if not out.numel():
-        return middle
-    stage = Stage(weights, True)
-    config = config or _config_for(stage, schedule)
-    if isinstance(config, GroupedConfig):
-        experts_grouped_cuda.gate_up(x, schedule, stage, middle, config)
-    else:
-        _launch(stage, x, _Source.of(schedule), middle, None, config)
+    if out.numel():
+        _run(Stage(weights, True), x, schedule, middle, None, config)
     return middle
 
 
@@ -380,15 +375,26 @@ def down(
     Rows beyond the schedule's last one keep what ``out`` holds. No host sync; capturable.
     """
     rows = out if out.is_contiguous() else torch.empty(out.shape, device=out.device)
-    if not out.numel():
-        return rows
-    stage = Stage(weights, False)
+    if out.numel():
+        _run(Stage(weights, False), middle, schedule, None, rows, config, is_chained)
+    return rows
+
+
+def _run(
+    stage: Stage,
+    x: MXTensor,
+    schedule: ExpertSchedule,
+    middle: MXTensor | None,
+    rows: torch.Tensor | None,
+    config: GemmConfig | None,
+    is_chained: bool = False,
+) -> None:
+    """One GEMM of either kernel, by what its configuration is for."""
     config = config or _config_for(stage, schedule)
     if isinstance(config, GroupedConfig):
-        experts_grouped_cuda.down(middle, schedule, stage, rows, config)
+        experts_grouped_cuda.launch(stage, x, schedule, middle, rows, config)
     else:
-        _launch(stage, middle, _Source.of(schedule), None, rows, config, is_chained)
-    return rows
+        _launch(stage, x, _Source.of(schedule), middle, rows, config, is_chained)
 
 
 def _config_for(stage: Stage, schedule: ExpertSchedule) -> GemmConfig:

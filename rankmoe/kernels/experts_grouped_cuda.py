@@ -13,7 +13,7 @@ from rankmoe.kernels.experts_common import HALF_BYTES, MAX_SHARED_BYTES, STEP, A
 from rankmoe.types import ExpertSchedule, MXTensor
 
 #: wgmma, which only these have, is what the kernel multiplies with.
-_ARCHITECTURE = (9, 0)
+_ARCHITECTURE = "sm_90"
 #: Rows that lie together in memory, bytes of a row's half step, bytes that a warpgroup's accumulators go through.
 _ROW_BLOCK, _CHUNK_BYTES, _STAGED_BYTES = 8, 128, 32 * 76 * 4
 #: Registers of a multiprocessor, what a thread of the streaming warpgroup keeps, and the most that a thread can have.
@@ -85,37 +85,27 @@ DEFAULT_CONFIG = GroupedConfig()
 FROM_ROWS = 8
 
 
-def is_chosen(num_rows: float, num_local_experts: int, device: torch.device) -> bool:
+def is_chosen(num_rows: float, num_local_experts: int, architecture: str) -> bool:
     """Whether these kernels are the heuristic choice, on a GPU that has their instructions.
 
     num_rows: what uniform routing gives the rank.
     """
-    is_large = num_rows >= FROM_ROWS * num_local_experts
-    return is_large and torch.cuda.get_device_capability(device) == _ARCHITECTURE
+    return architecture == _ARCHITECTURE and num_rows >= FROM_ROWS * num_local_experts
 
 
-def gate_up(
-    x: MXTensor, schedule: ExpertSchedule, stage: Stage, middle: MXTensor, config: GroupedConfig = DEFAULT_CONFIG
-) -> None:
-    """[T, H] MXFP8 activations to the [R, I] MXFP8 ``middle``. No host sync; capturable."""
-    _launch(x, schedule, stage, middle, None, config)
-
-
-def down(
-    middle: MXTensor, schedule: ExpertSchedule, stage: Stage, rows: torch.Tensor, config: GroupedConfig = DEFAULT_CONFIG
-) -> None:
-    """[R, I] MXFP8 middle to [R, H] float32 ``rows``. No host sync; capturable."""
-    _launch(middle, schedule, stage, None, rows, config)
-
-
-def _launch(
+def launch(
+    stage: Stage,
     x: MXTensor,
     schedule: ExpertSchedule,
-    stage: Stage,
     middle: MXTensor | None,
     rows: torch.Tensor | None,
-    config: GroupedConfig,
+    config: GroupedConfig = DEFAULT_CONFIG,
 ) -> None:
+    """One GEMM. No host sync; capturable.
+
+    x: [T, H] mxfp8 activations for gate_up, the [R, I] mxfp8 middle for down.
+    middle: [R, I] mxfp8, what gate_up writes, else None. rows: [R, H] float32, what down writes, else None.
+    """
     stage.check_buffer()
     num_experts, num_outputs, num_inputs = stage.weight.shape
     device = x.data.device

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 
 from rankmoe.kernels import triton_support
-from rankmoe.kernels.activation_triton import activate
+from rankmoe.kernels.activation_triton import activate, activation_constants
 from rankmoe.kernels.quantize_triton import encode_groups
+from rankmoe.kernels.rows_triton import scale_of
 from rankmoe.kernels.triton_support import next_power_of_2
 from rankmoe.layout import in_checkpoint_order
 from rankmoe.quantize import ScaleError, groups_with_values
@@ -36,7 +37,6 @@ from rankmoe.types import (
     MXTensor,
     PackedExperts,
     Problem,
-    SiTU,
 )
 
 available = triton_support.available
@@ -174,8 +174,6 @@ def _launch(
     even = odd = None
     if not is_scaled:
         even, odd = row_planes(x, schedule, row_tokens)
-    activation = weights.activation
-    is_situ = isinstance(activation, SiTU)
     num_columns = num_outputs // 2 if is_gate_up else num_outputs
     # Every tile but the last of each expert is full, and none is empty.
     num_tiles = min(num_rows, triton.cdiv(num_rows, config.tokens) + num_experts)
@@ -195,12 +193,7 @@ def _launch(
             num_inputs=num_inputs,
             is_gate_up=is_gate_up,
             is_scaled=is_scaled,
-            is_situ=is_situ,
-            beta=activation.beta if isinstance(activation, SiTU) else None,
-            linear_beta=activation.linear_beta if isinstance(activation, SiTU) else None,
-            alpha=None if isinstance(activation, SiTU) else activation.alpha,
-            limit=None if isinstance(activation, SiTU) else activation.limit,
-            up_offset=None if isinstance(activation, SiTU) else activation.up_offset,
+            **activation_constants(weights.activation),
             num_local_experts=num_experts,
             experts_per_block=next_power_of_2(num_experts),
             tokens=config.tokens,
@@ -265,17 +258,10 @@ def _planes_kernel(
     codes = tl.load(data + source.to(tl.int64) * num_pairs + pair, mask=is_pair, other=0).to(tl.int32)
     num_groups = num_pairs // pairs_per_group
     byte = tl.load(scale + source.to(tl.int64) * num_groups + pair // pairs_per_group, mask=is_pair, other=127)
-    factor = _scale_of(byte.to(tl.int32))
+    factor = scale_of(byte.to(tl.int32))
     place = row.to(tl.int64) * num_pairs + pair
     tl.store(even + place, (_e4m3_value(codes & 0xFF) * factor).to(even.dtype.element_ty), mask=is_pair)
     tl.store(odd + place, (_e4m3_value((codes >> 8) & 0xFF) * factor).to(odd.dtype.element_ty), mask=is_pair)
-
-
-@triton.jit
-def _scale_of(byte):
-    """Float32 of UE8M0 bytes given as int32."""
-    bits = tl.where(byte == 0, 0x400000, byte << 23)  # byte 0 is 2^-127, a subnormal
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -379,7 +365,7 @@ def _gemm_kernel(
             places = source * (num_inputs // 2) + byte[:, None]
             even_rows = tl.load(even + places, mask=is_pair, other=0.0)
             odd_rows = tl.load(odd + places, mask=is_pair, other=0.0)
-            factor = _scale_of(scales.to(tl.int32))[:, :, None]
+            factor = scale_of(scales.to(tl.int32))[:, :, None]
             factor = tl.broadcast_to(factor, (outputs, inputs // group_size, group_size // 2))
             factor = tl.reshape(factor, (outputs, inputs // 2))
             codes = codes.to(tl.int32)

@@ -84,9 +84,15 @@ def _gather_kernel(
     group = first + tl.arange(0, groups_per_block)
     is_group = group < num_groups
     byte = tl.load(source_scale + token.to(tl.int64) * num_groups + group, mask=is_group, other=127).to(tl.int32)
+    tl.store(scales + group.to(tl.int64) * scale_stride + row, scale_of(byte), mask=is_group)
+
+
+@triton.jit
+def scale_of(byte):
+    """Float32 of UE8M0 bytes given as int32."""
     bits = tl.where(byte == 0, 0x400000, byte << 23)  # byte 0 is 2^-127, a subnormal
     bits = tl.where(byte == 255, 0x7FC00000, bits)  # byte 255 is NaN, where these bits would be infinity
-    tl.store(scales + group.to(tl.int64) * scale_stride + row, bits.to(tl.float32, bitcast=True), mask=is_group)
+    return bits.to(tl.float32, bitcast=True)
 
 
 def widen_rows(
