@@ -93,7 +93,8 @@ def use(configs: Mapping[TuningKey, Mapping[str, Any]]) -> Iterator[None]:
 def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
     """The configuration for a key: an explicit one, the user's, the shipped one, else the caller's heuristic.
 
-    fingerprint: of the kernels' sources and compiler; entries made with others do not count.
+    fingerprint: of the kernels' sources and compiler, see ``experts_common.fingerprint``. Entries made with other
+        sources do not count, nor do the user's of another compiler; the shipped ones were made with one that few have.
     Files are read once and answers kept until ``forget``, since every launch asks. A miss is logged once a key.
     """
     if _state.explicit and str(key) in _state.explicit:
@@ -108,13 +109,13 @@ def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
 
 
 def _look(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
-    files: tuple[tuple[Path, Source], ...] = (
-        (user_file(fingerprint, device_name), "user cache"),
-        (shipped_file(device_name), "shipped"),
+    files: tuple[tuple[Path, Source, bool], ...] = (
+        (user_file(fingerprint, device_name), "user cache", False),
+        (shipped_file(device_name), "shipped", True),
     )
-    for path, source in files:
+    for path, source, any_compiler in files:
         if path not in _files:
-            _files[path] = read_file(path, fingerprint)
+            _files[path] = read_file(path, fingerprint, any_compiler=any_compiler)
         entry = _files[path].get(str(key))
         if entry is not None:
             return Answer(entry["config"], source)
@@ -123,7 +124,8 @@ def _look(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
 
 def user_file(fingerprint: str, device_name: str) -> Path:
     """Where ``rankmoe tune`` writes for these kernels and this device."""
-    return cache_directory() / "tuning" / f"{_slug(device_name)}-{fingerprint[:16]}.json"
+    sources, _, compiler = fingerprint.partition("-")
+    return cache_directory() / "tuning" / f"{_slug(device_name)}-{sources[:16]}-{compiler}.json"
 
 
 def shipped_file(device_name: str) -> Path:
@@ -141,15 +143,21 @@ def forget() -> None:
     _answers.clear()
 
 
-def read_file(path: Path, fingerprint: str) -> dict[str, Any]:
-    """A file's entries by key; none where it is absent or made by other kernels, nor, with a warning, where damaged."""
+def read_file(path: Path, fingerprint: str, *, any_compiler: bool = False) -> dict[str, Any]:
+    """A file's entries by key; none where it is absent or made by other kernels, nor, with a warning, where damaged.
+
+    any_compiler: entries count that were made with the same sources and whatever compiler.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return {}
     try:
         content = json.loads(text)
-        if content["format"] != FILE_FORMAT or content["fingerprint"] != fingerprint:
+        made_with, wanted = content["fingerprint"], fingerprint
+        if any_compiler:
+            made_with, wanted = made_with.partition("-")[0], wanted.partition("-")[0]
+        if content["format"] != FILE_FORMAT or made_with != wanted:
             return {}
         entries = content["entries"]
         for entry in entries.values():

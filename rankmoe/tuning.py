@@ -86,7 +86,7 @@ class Tuned:
 class Report:
     """What a call of ``tune`` did.
 
-    tuned: the keys that were searched, in order. num_known: keys that a file had already.
+    tuned: the keys that were searched, sorted. num_known: keys that a file had already.
     """
 
     tuned: list[Tuned] = field(default_factory=list)

@@ -12,6 +12,7 @@ import pytest
 
 from rankmoe import tuned, tuning
 from rankmoe.distributed import ExpertParallelGroup, launch
+from rankmoe.kernels import experts_common
 from rankmoe.kernels.experts_cuda import ExpertsConfig, config_from, config_values
 from rankmoe.kernels.experts_grouped_cuda import GroupedConfig
 from rankmoe.models.presets import PRESETS, get_preset
@@ -19,7 +20,7 @@ from rankmoe.tuned import TuningKey
 from rankmoe.tuning import CandidateError, candidates_of, coverage, default_of, is_valid, plan_keys, tune
 from rankmoe.types import ExpertPlacement
 
-FINGERPRINT, DEVICE = "f" * 64, "NVIDIA H200"
+FINGERPRINT, DEVICE = "f" * 64 + "-nvrtc13.0", "NVIDIA H200"
 KEY = TuningKey("gate_up", 112, 6144, 3584, "situ", False, 16, "sm_90")
 K3 = ExpertPlacement(896, 8, 0)
 
@@ -206,11 +207,28 @@ def test_what_was_asked_once_touches_no_file_again(monkeypatch):
     ] == answers
 
 
-def test_entries_of_other_kernels_do_not_count(tmp_path, monkeypatch):
+def test_entries_of_other_kernels_do_not_count_nor_the_users_of_another_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "shipped")
-    write(tuned.shipped_file(DEVICE), "0" * 64, **{str(KEY): entry_of(default_of(KEY))})
+    entries, other_compiler = {str(KEY): entry_of(default_of(KEY))}, FINGERPRINT.replace("13.0", "12.8")
+    write(tuned.shipped_file(DEVICE), FINGERPRINT.replace("f", "0"), **entries)
+    write(user_path(), other_compiler, **entries)
     assert tuned.lookup(KEY, FINGERPRINT, DEVICE).source == "heuristic"
-    assert tuned.user_file("0" * 64, DEVICE) != user_path()
+    write(tuned.shipped_file(DEVICE), other_compiler, **entries)
+    tuned.forget()
+    assert tuned.lookup(KEY, FINGERPRINT, DEVICE).source == "shipped"
+    assert (
+        len({user_path(), *(tuned.user_file(f, DEVICE) for f in (other_compiler, FINGERPRINT.replace("f", "0")))}) == 3
+    )
+
+
+def test_a_shipped_file_is_one_of_the_kernels_as_they_are_and_its_choices_can_be_launched():
+    """A change to a kernel's source makes these figures void: run `rankmoe tune` again and ship its file."""
+    for path in (Path(tuned.__file__).parent / "tuned_configs").glob("*.json"):
+        entries = tuned.read_file(path, experts_common.fingerprint(), any_compiler=True)
+        assert entries, f"{path} was made for other kernels"
+        for name, entry in entries.items():
+            sizes = [int(number) for number in name.split("-")[1].split("x")]
+            assert is_valid(config_from(entry["config"]), sizes[2], sizes[0])
 
 
 def test_a_miss_is_logged_once(caplog):

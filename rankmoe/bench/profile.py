@@ -17,10 +17,13 @@ from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.schedule import build_schedule
 from rankmoe.tuned import TuningKey
 from rankmoe.tuning import CandidateError, default_of
-from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor
+from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor
 
-#: Routings that take turns, so that no launch finds the last one's experts in the L2 cache; launches of a graph.
-_NUM_ROUTINGS, _NUM_LAUNCHES, _ROUNDS = 6, 12, 7
+#: Routings that take turns: no launch finds the last one's experts in the L2 cache, and a choice is made for what few
+#: tokens hit on average; rounds of timing.
+_NUM_ROUTINGS, _ROUNDS = 12, 7
+#: A launch of so many rows reads nearly every expert: fewer routings serve.
+_MANY_ROWS, _NUM_ROUTINGS_OF_MANY = 1024, 3
 #: What a candidate's output may be from float64.
 _TOLERANCE = {"gate_up": 5e-3, "down": 1e-5}
 #: Words of the errors that mean that a launch does not fit: of the driver, of ptxas, of torch's allocator.
@@ -29,8 +32,12 @@ _NO_ROOM = ("OUT_OF_RESOURCES", "OUT_OF_MEMORY", "INVALID_VALUE", "ptxas", "out 
 
 @dataclass(frozen=True)
 class _Case:
-    """Inputs of one key: rows for the first GEMM, a middle for the second, buffers for each routing."""
+    """Inputs of one key: rows for the first GEMM, a middle for the second.
 
+    checked: the routing whose outputs are compared, the one with most rows.
+    """
+
+    checked: int
     x: list[MXTensor]
     schedules: list[ExpertSchedule]
     middles: list[MXTensor]
@@ -41,20 +48,20 @@ class _Case:
 class GpuProfiler:
     """Candidates on this process's GPU.
 
-    preset: whose experts' sizes, activation and biases are used.
-    popularity: [L] float, how often each of this rank's experts is chosen, from recorded routing; None for all alike.
+    preset: whose experts' sizes, activation, biases and experts a token are used.
+    popularity: [E] float, how often each expert is chosen, from recorded routing; None for all alike. The rank gets its
+        real share of the rows: ids are drawn from all experts and those of other ranks are skipped.
     """
 
     def __init__(
         self, preset: ModelPreset, placement: ExpertPlacement, popularity: torch.Tensor | None = None, seed: int = 0
     ) -> None:
-        self._preset, self._seed = preset, seed
+        self._preset, self._placement, self._seed = preset, placement, seed
+        shape = (placement.num_experts,)
+        self._popularity = torch.ones(shape) if popularity is None else popularity
+        if self._popularity.shape != shape or not bool((self._popularity >= 0).all()):
+            raise ValueError(f"popularity: expected {shape[0]} numbers from 0 on, got {tuple(self._popularity.shape)}")
         num_experts = placement.num_local_experts
-        self._popularity = torch.ones(num_experts) if popularity is None else popularity
-        if self._popularity.shape != (num_experts,) or not bool((self._popularity >= 0).all()):
-            raise ValueError(
-                f"popularity: expected {num_experts} numbers from 0 on, got {tuple(self._popularity.shape)}"
-            )
         generator = torch.Generator("cuda").manual_seed(seed)
         hidden, width = preset.hidden_size, preset.intermediate_size
         self._w13 = random_weight(num_experts, 2 * width, hidden, generator)
@@ -72,9 +79,9 @@ class GpuProfiler:
         self._default: tuple[Launches, float] | None = None
 
     def check(self, key: TuningKey, config: GemmConfig) -> None:
-        """Raise AssertionError unless the first routing's output is float64's to the tolerance."""
+        """Raise AssertionError unless a routing's output is float64's to the tolerance."""
         case = self._case_of(key)
-        got = self._run(key, config, case, 0)
+        got = self._run(key, config, case, case.checked)
         got = dequantize(got, torch.float64) if isinstance(got, MXTensor) else got.double()
         if self._exact is None:
             self._exact = self._expected(key, case)
@@ -96,7 +103,8 @@ class GpuProfiler:
         return timings["candidate"].us * default_us / timings["default"].us
 
     def _capture(self, key: TuningKey, config: GemmConfig, case: _Case) -> Launches:
-        return capture_launches(lambda i: self._run(key, config, case, i), _NUM_ROUTINGS, _NUM_LAUNCHES)
+        num_routings = len(case.schedules)
+        return capture_launches(lambda i: self._run(key, config, case, i), num_routings, num_routings)
 
     def _run(self, key: TuningKey, config: GemmConfig, case: _Case, i: int) -> MXTensor | torch.Tensor:
         # Masks are what a decode step's kernel reads; the one of many rows reads offsets.
@@ -119,31 +127,39 @@ class GpuProfiler:
         return self._case
 
     def _make_case(self, key: TuningKey) -> _Case:
-        """The rows that the key expects, over as many tokens as a decode step has, or more where they must be."""
-        num_experts = key.num_local_experts
-        slots = min(self._preset.router.top_k, num_experts, -(-key.expected_rows // MAX_FRONT_TOKENS))
-        num_tokens = -(-key.expected_rows // slots)
+        """As many tokens as give the rank the rows that the key expects, where all experts are alike."""
+        placement, preset = self._placement, self._preset
+        share = preset.router.top_k * placement.num_local_experts / placement.num_experts
+        num_tokens = max(1, round(key.expected_rows / share))
         generator = torch.Generator().manual_seed(self._seed + key.expected_rows)
+        on_gpu = torch.Generator("cuda").manual_seed(self._seed + key.expected_rows)
         popularity = self._popularity.double() + 1e-9 * self._popularity.double().sum()
         x, schedules = [], []
-        for _ in range(_NUM_ROUTINGS):
-            ids = torch.multinomial(popularity.expand(num_tokens, -1), slots, generator=generator).int().cuda()
-            schedules.append(build_schedule(ids, num_experts, num_experts=num_experts))
-            hidden_states = torch.randn(num_tokens, self._preset.hidden_size, generator=generator).bfloat16()
-            x.append(quantize_mxfp8(hidden_states.cuda()))
-        num_rows = num_tokens * slots
-        middle = torch.randn(num_rows, self._preset.intermediate_size, generator=generator)
-        middles = [quantize_mxfp8(middle.roll(i, 0).cuda()) for i in range(_NUM_ROUTINGS)]
-        scratch = torch.empty(num_rows, self._preset.intermediate_size, device="cuda")
-        rows = torch.empty(num_rows, self._preset.hidden_size, device="cuda")
-        return _Case(x, schedules, middles, scratch, rows)
+        for _ in range(_NUM_ROUTINGS if key.expected_rows < _MANY_ROWS else _NUM_ROUTINGS_OF_MANY):
+            ids = torch.multinomial(popularity.expand(num_tokens, -1), preset.router.top_k, generator=generator)
+            schedules.append(
+                build_schedule(
+                    ids.int().cuda(),
+                    placement.num_local_experts,
+                    num_experts=placement.num_experts,
+                    expert_map=placement.expert_map,
+                )
+            )
+            x.append(quantize_mxfp8(_random(num_tokens, preset.hidden_size, on_gpu)))
+        num_rows = [int(schedule.expert_offsets[-1]) for schedule in schedules]
+        middle = _random(max(1, *num_rows), preset.intermediate_size, on_gpu)
+        middles = [quantize_mxfp8(middle.roll(i, 0)) for i in range(len(schedules))]
+        num_slots = num_tokens * preset.router.top_k
+        scratch = torch.empty(num_slots, preset.intermediate_size, device="cuda")
+        rows = torch.empty(num_slots, preset.hidden_size, device="cuda")
+        return _Case(num_rows.index(max(num_rows)), x, schedules, middles, scratch, rows)
 
     def _expected(self, key: TuningKey, case: _Case) -> torch.Tensor:
-        """[R, out] float64 of the first routing."""
-        schedule, is_gate_up = case.schedules[0], key.stage == "gate_up"
+        """[R, out] float64 of the routing that is checked."""
+        schedule, is_gate_up = case.schedules[case.checked], key.stage == "gate_up"
         weight, bias = (self._w13, self._weights.w13_bias) if is_gate_up else (self._w2, self._weights.w2_bias)
         offsets, parts = schedule.expert_offsets.tolist(), []
-        rows = dequantize(case.x[0] if is_gate_up else case.middles[0], torch.float64)
+        rows = dequantize((case.x if is_gate_up else case.middles)[case.checked], torch.float64)
         for expert in range(schedule.num_local_experts):
             own = slice(offsets[expert], offsets[expert + 1])
             if own.start == own.stop:
@@ -158,8 +174,12 @@ class GpuProfiler:
         return dequantize(quantize_mxfp8(activated), torch.float64)
 
 
+def _random(num_rows: int, num_columns: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(num_rows, num_columns, device="cuda", generator=generator).bfloat16()
+
+
 def popularity_of(topk_ids: torch.Tensor, placement: ExpertPlacement) -> torch.Tensor:
-    """[L] float. How often recorded routing chose each of this rank's experts.
+    """[E] float. How often recorded routing chose each expert.
 
     topk_ids: [N, K] integer global ids; negative ones do not count.
     Raises ValueError for an id beyond the placement's, and where none is this rank's.
@@ -167,8 +187,7 @@ def popularity_of(topk_ids: torch.Tensor, placement: ExpertPlacement) -> torch.T
     ids = topk_ids.flatten().long()
     if ids.numel() and int(ids.max()) >= placement.num_experts:
         raise ValueError(f"topk_ids: expected ids below {placement.num_experts}, got {int(ids.max())}")
-    counts = torch.bincount(ids[ids >= 0], minlength=placement.num_experts)
-    own = counts[list(placement.expert_ids)].float()
-    if not bool(own.any()):
+    counts = torch.bincount(ids[ids >= 0], minlength=placement.num_experts).float()
+    if not bool(counts[list(placement.expert_ids)].any()):
         raise ValueError("topk_ids: expected some ids of this rank's experts, got none")
-    return own
+    return counts

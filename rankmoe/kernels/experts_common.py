@@ -138,10 +138,12 @@ def table_size(num_local_experts: int) -> int:
 
 @cache
 def fingerprint() -> str:
-    """Of everything that a tuned configuration's time depends on in this package: sources, layout, compiler."""
+    """Of what a tuned configuration's time depends on: digest of sources and layout, ``-``, compiler and version."""
     names = ("experts.cu", "experts_grouped.cu", "widen_rows.cu")
-    parts = [*(source(name) for name in names), LAYOUT.version, repr(nvrtc.compiler_version())]
-    return hashlib.sha256(chr(0).join(parts).encode()).hexdigest()
+    parts = [*(source(name) for name in names), LAYOUT.version]
+    version = nvrtc.compiler_version()
+    compiler = "none" if version is None else f"nvrtc{version[0]}.{version[1]}"
+    return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}-{compiler}"
 
 
 @cache
