@@ -45,6 +45,9 @@ class CandidateError(RuntimeError):
 class Profiler(Protocol):
     """Runs candidates. Whatever else than ``CandidateError`` is raised ends the search."""
 
+    def prepare(self, key: TuningKey, configs: Sequence[GemmConfig]) -> None:
+        """Do together what can be done before any candidate runs, such as compiling; failures are for ``check``."""
+
     def check(self, key: TuningKey, config: GemmConfig) -> None:
         """Raise AssertionError unless the candidate's output is right."""
 
@@ -135,8 +138,8 @@ def candidates_of(key: TuningKey) -> list[GemmConfig]:
     if key.expected_rows < 4 * FROM_ROWS * key.num_local_experts:
         shapes = [(8, 2), (16, 1), (12, 1), (8, 1)] if key.expected_rows > FEW_ROWS else [(16, 1), (8, 2), (12, 1)]
         found += [
-            ExpertsConfig(warps=warps, depth=depth, finishers=finishers, buffers=buffers, blocks=blocks)
-            for (warps, blocks), depth, finishers, buffers in itertools.product(shapes, (1, 2), (1, 2), (1, 2))
+            ExpertsConfig(warps=warps, depth=depth, finishers=finishers, blocks=blocks)
+            for (warps, blocks), depth, finishers in itertools.product(shapes, (1, 2), (1, 2))
         ]
     if key.architecture == "sm_90" and 4 * key.expected_rows >= FROM_ROWS * key.num_local_experts:
         found += [GroupedConfig(columns, 2, 2, stages) for columns in (64, 96, 112) for stages in (3, 4)]
@@ -184,7 +187,9 @@ def _tune_key(key: TuningKey, profiler: Profiler | None, group: ExpertParallelGr
     error: BaseException | None = None
     if profiler is not None:
         try:
-            own = [_measure(key, config, profiler) for config in candidates_of(key)]
+            candidates = candidates_of(key)
+            profiler.prepare(key, candidates)
+            own = [_measure(key, config, profiler) for config in candidates]
         except BaseException as raised:  # told to the others first, then raised
             error = raised
     told = group.gather_objects((own, None if error is None else f"{type(error).__name__}: {error}"))
@@ -236,12 +241,19 @@ def _write(path: Path, fingerprint: str, entries: dict[str, Any]) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
+                file.write(_text(content))
             os.chmod(temporary, 0o644)  # temporary files are their owner's alone
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def _text(content: dict[str, Any]) -> str:
+    """JSON with an entry a line, for people and for diffs."""
+    entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content["entries"].items())
+    head = json.dumps({name: value for name, value in content.items() if name != "entries"})
+    return f'{head[:-1]}, "entries": {{\n{entries}\n}}}}\n'
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_recorded_routing_of_another_model_or_rank_is_refused():
 @pytest.mark.gpu
 @needs_gpu
 def test_a_search_checks_and_times_every_candidate_and_the_choice_is_found_again(tmp_path):
-    keys = plan_keys(SMALL, PLACEMENT, [1, 64], experts_common.architecture(torch.device("cuda")))
+    keys = plan_keys(SMALL, PLACEMENT, [64], experts_common.architecture(torch.device("cuda")))
     profiler = GpuProfiler(SMALL, PLACEMENT, torch.tensor([1.0, 2.0, 0.0, 5.0]).repeat(4))
     report = tune(keys, profiler, tmp_path / "tuned.json", "f" * 64)
     assert [result.key for result in report.tuned] == sorted(keys)

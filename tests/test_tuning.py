@@ -40,6 +40,9 @@ class Clock:
         self.us, self.checks = us or {}, checks or {}
         self.calls: list[tuple[str, object]] = []
 
+    def prepare(self, key, configs) -> None:
+        self.calls.append(("prepare", len(configs)))
+
     def check(self, key, config) -> None:
         self.calls.append(("check", config))
         if config in self.checks:
@@ -114,7 +117,7 @@ def test_each_candidate_is_checked_before_its_time_counts():
     clock = Clock()
     tune([KEY], clock, user_path(), FINGERPRINT)
     expected = itertools.chain.from_iterable((("check", c), ("time", c)) for c in candidates_of(KEY))
-    assert clock.calls == list(expected)
+    assert clock.calls == [("prepare", len(candidates_of(KEY))), *expected]
 
 
 @pytest.mark.parametrize(("us", "wins"), [(99.9, False), (98.5, False), (97.0, True)])
@@ -157,7 +160,7 @@ def test_a_second_search_runs_nothing_unless_forced():
     report = tune(keys, again, user_path(), FINGERPRINT)
     assert (again.calls, report.tuned, report.num_known) == ([], [], len(keys))
     tune(keys[:1], again, user_path(), FINGERPRINT, force=True)
-    assert len(again.calls) == 2 * len(candidates_of(keys[0]))
+    assert len(again.calls) == 1 + 2 * len(candidates_of(keys[0]))
 
 
 # --- lookup ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,13 +15,14 @@ from rankmoe.bench.cases import random_weight
 from rankmoe.bench.timing import Launches, capture_launches, time_launches
 from rankmoe.experts import pack_experts
 from rankmoe.kernels import experts_cuda
+from rankmoe.kernels.experts_common import Stage
 from rankmoe.kernels.experts_cuda import ExpertsConfig, GemmConfig
 from rankmoe.models.presets import ModelPreset
 from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.schedule import build_schedule
 from rankmoe.tuned import TuningKey
 from rankmoe.tuning import CandidateError, default_of
-from rankmoe.types import ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor
 
 #: Routings that take turns: no launch finds the last one's experts in the L2 cache, and a choice is made for what few
 #: tokens hit on average; rounds of timing.
@@ -78,6 +83,18 @@ class GpuProfiler:
         self._exact: torch.Tensor | None = None
         self._default: tuple[Launches, float] | None = None
 
+    def prepare(self, key: TuningKey, configs: Sequence[GemmConfig]) -> None:
+        """Compile the decode kernels on all cores. What fails here fails again, and is counted, when it is launched."""
+        stage, device = Stage(self._weights, key.stage == "gate_up"), torch.cuda.current_device()
+
+        def compile_one(config: GemmConfig) -> None:
+            if isinstance(config, ExpertsConfig):
+                with suppress(RuntimeError):
+                    experts_cuda.kernel_for(stage, config, from_masks=self._has_masks(key)).prepare(device)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, configs))
+
     def check(self, key: TuningKey, config: GemmConfig) -> None:
         """Raise AssertionError unless a routing's output is float64's to the tolerance."""
         case = self._case_of(key)
@@ -126,11 +143,16 @@ class GpuProfiler:
             self._case = self._make_case(key)
         return self._case
 
+    def _num_tokens(self, key: TuningKey) -> int:
+        share = self._preset.router.top_k * self._placement.num_local_experts / self._placement.num_experts
+        return max(1, round(key.expected_rows / share))
+
+    def _has_masks(self, key: TuningKey) -> bool:
+        return self._num_tokens(key) <= MAX_FRONT_TOKENS
+
     def _make_case(self, key: TuningKey) -> _Case:
         """As many tokens as give the rank the rows that the key expects, where all experts are alike."""
-        placement, preset = self._placement, self._preset
-        share = preset.router.top_k * placement.num_local_experts / placement.num_experts
-        num_tokens = max(1, round(key.expected_rows / share))
+        placement, preset, num_tokens = self._placement, self._preset, self._num_tokens(key)
         generator = torch.Generator().manual_seed(self._seed + key.expected_rows)
         on_gpu = torch.Generator("cuda").manual_seed(self._seed + key.expected_rows)
         popularity = self._popularity.double() + 1e-9 * self._popularity.double().sum()

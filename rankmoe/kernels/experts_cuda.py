@@ -146,8 +146,8 @@ def _first_config(num_inputs: int, max_local_experts: int, is_few: bool) -> Expe
     candidates = (
         *([few] if is_few else []),
         ExpertsConfig(8, 1, 8, 2, 1, 2),
-        ExpertsConfig(8, 1, 4, 1, 1, 2),
         few,
+        ExpertsConfig(8, 1, 4, 1, 1, 2),
         ExpertsConfig(16, 1, 4, 2, 1, 1),
         ExpertsConfig(8, 1, 4, 2, 1, 1),
     )
@@ -482,24 +482,11 @@ def _launch(
     config: ExpertsConfig,
     is_chained: bool = False,
 ) -> None:
-    num_experts, num_outputs, num_inputs = stage.weight.shape
+    num_experts = stage.weight.shape[0]
     device = x.data.device
     stage.check_buffer()
     data, scale = x.data.contiguous(), x.scale.contiguous()
-    kernel = _kernel(
-        macros_of(
-            stage.is_gate_up,
-            num_inputs,
-            num_outputs,
-            num_experts,
-            stage.weights.activation,
-            config,
-            from_masks=source.expert_token_mask is not None,
-            has_bias=stage.bias is not None,
-            has_factor=stage.factor is not None,
-        ),
-        config.shared_bytes(num_inputs, experts_common.table_size(num_experts)),
-    )
+    kernel = kernel_for(stage, config, from_masks=source.expert_token_mask is not None)
     arguments = ExpertsArguments(
         weights=stage.weight.data.data_ptr(),
         factor=nvrtc.address(stage.factor),
@@ -519,6 +506,23 @@ def _launch(
     num_blocks = config.blocks * experts_common.num_multiprocessors(device)
     with torch.cuda.device(device):
         kernel.launch(device.index, num_blocks, 32 * (config.warps + config.finishers), arguments)
+
+
+def kernel_for(stage: Stage, config: ExpertsConfig, *, from_masks: bool) -> nvrtc.Kernel:
+    """The kernel that a launch takes; compiled when it is prepared or launched first."""
+    num_experts, num_outputs, num_inputs = stage.weight.shape
+    macros = macros_of(
+        stage.is_gate_up,
+        num_inputs,
+        num_outputs,
+        num_experts,
+        stage.weights.activation,
+        config,
+        from_masks=from_masks,
+        has_bias=stage.bias is not None,
+        has_factor=stage.factor is not None,
+    )
+    return _kernel(macros, config.shared_bytes(num_inputs, experts_common.table_size(num_experts)))
 
 
 def macros_of(
