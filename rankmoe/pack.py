@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rankmoe.types import LocalRange, Routing, widen_ids
+from rankmoe.backends import triton_kernel
+from rankmoe.types import LocalRange, Routing, check_ids_dtype, widen_ids
 
 #: Largest id that the packed form's int16 half can hold.
 MAX_PACKED_ID = 32767
@@ -46,8 +47,12 @@ def rank_local_ids(topk_ids: torch.Tensor, local_range: LocalRange, num_experts:
             f"local_range: rank-local ids need 0 < count and round_up(count + top_k, 4) < num_experts, got "
             f"offset={local_range.offset}, count={local_range.count}, top_k={top_k}, num_experts={num_experts}"
         )
+    return _relabel(topk_ids, local_range)
+
+
+def _relabel(topk_ids: torch.Tensor, local_range: LocalRange) -> torch.Tensor:
     local = widen_ids(topk_ids) - local_range.offset
-    slot = torch.arange(top_k, device=topk_ids.device)
+    slot = torch.arange(topk_ids.shape[1], device=topk_ids.device)
     is_owned = (local >= 0) & (local < local_range.count)
     return torch.where(is_owned, local, local_range.count + slot).int()
 
@@ -60,12 +65,13 @@ def pack_topk(routing: Routing, num_experts: int, local_range: LocalRange | None
         ``rank_local_num_experts`` is None keep global ids; the result's ``local_range`` says which was done.
     Raises ValueError for a range outside the experts or an id that int16 cannot hold.
     """
-    ids, written_for = widen_ids(routing.topk_ids), None
+    ids, written_for = routing.topk_ids, None
     if local_range is not None and rank_local_num_experts(num_experts, local_range, ids.shape[1]) is not None:
-        ids, written_for = rank_local_ids(ids, local_range, num_experts), local_range
+        written_for = local_range
     elif num_experts > MAX_PACKED_ID + 1:
         raise ValueError(f"num_experts: expected at most {MAX_PACKED_ID + 1} for packed global ids, got {num_experts}")
-    return dataclasses.replace(routing, packed=pack(ids, routing.topk_weights), local_range=written_for)
+    packed = _pack(ids, routing.topk_weights, written_for)
+    return dataclasses.replace(routing, packed=packed, local_range=written_for)
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,19 @@ def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights: [T, K] float32. Rounded to bfloat16, to nearest even.
     Returns [T, K] int32. Raises TypeError or ValueError; the check of the ids' values runs for CPU tensors.
     """
+    return _pack(ids, weights, None)
+
+
+def _pack(ids: torch.Tensor, weights: torch.Tensor, local_range: LocalRange | None) -> torch.Tensor:
     if weights.dtype != torch.float32:
         raise TypeError(f"weights: expected float32, got {weights.dtype}")
     if ids.shape != weights.shape:
         raise ValueError(f"weights: expected the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}")
-    ids = widen_ids(ids)
+    check_ids_dtype(ids)
+    kernel = triton_kernel("pack", ids.device)
+    if kernel is not None:
+        return kernel.pack(ids, weights, local_range)
+    ids = widen_ids(ids) if local_range is None else _relabel(ids, local_range).long()
     if ids.device.type == "cpu" and ids.numel() and int(ids.max()) > MAX_PACKED_ID:
         raise ValueError(f"ids: expected at most {MAX_PACKED_ID} for the packed form, got {int(ids.max())}")
     bits = weights.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF

@@ -166,11 +166,16 @@ class ExpertPlacement:
 
 def widen_ids(topk_ids: torch.Tensor) -> torch.Tensor:
     """Ids as int64; int32, int64 and uint32 (where 2^32 - 1 is -1) are taken, TypeError otherwise."""
+    check_ids_dtype(topk_ids)
     if topk_ids.dtype == torch.uint32:
         topk_ids = topk_ids.view(torch.int32)
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids: expected int32, int64 or uint32, got {topk_ids.dtype}")
     return topk_ids.long()
+
+
+def check_ids_dtype(topk_ids: torch.Tensor) -> None:
+    """Raise TypeError unless ids have a dtype that is taken."""
+    if topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
+        raise TypeError(f"topk_ids: expected int32, int64 or uint32, got {topk_ids.dtype}")
 
 
 @cache

@@ -18,12 +18,12 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 from front_cases import FrontCase, check_front, front_cases, make_buffers, make_inputs, poison  # noqa: E402
 from helpers import assert_bitwise_equal, seeded  # noqa: E402
 
-from rankmoe.kernels import quantize_triton, route_triton, schedule_triton, triton_support  # noqa: E402
+from rankmoe.kernels import pack_triton, quantize_triton, route_triton, schedule_triton, triton_support  # noqa: E402
 from rankmoe.pack import pack_topk, rank_local_num_experts  # noqa: E402
 from rankmoe.quantize import quantize_mxfp8  # noqa: E402
 from rankmoe.route import route  # noqa: E402
 from rankmoe.schedule import build_schedule  # noqa: E402
-from rankmoe.types import ExpertSchedule, LocalRange, MXTensor, RouterConfig  # noqa: E402
+from rankmoe.types import ExpertSchedule, LocalRange, MXTensor, RouterConfig, Routing  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 ARCHITECTURES = (90, 100)
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 def test_available_where_the_kernels_can_run():
     assert triton_support.available()
-    assert all(module.available() for module in (route_triton, quantize_triton, schedule_triton))
+    assert all(module.available() for module in (route_triton, quantize_triton, pack_triton, schedule_triton))
     assert triton_support.interprets() == (DEVICE == "cpu")
 
 
@@ -48,7 +48,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     kernels = set(json.loads(done.stdout))
     assert kernels == {
-        *("_route_kernel", "_quantize_kernel", "_schedule_kernel"),
+        *("_route_kernel", "_quantize_kernel", "_pack_kernel", "_schedule_kernel"),
         *("_set_bits_kernel", "_count_rows_kernel", "_add_counts_kernel", "_place_slots_kernel"),
         *("_gather_kernel", "_widen_kernel", "_activate_quantize_kernel", "_combine_kernel"),
         *("_read_kernel", "_planes_kernel", "_gemm_kernel"),
@@ -313,6 +313,34 @@ def test_rows_far_apart():
     rows = storage.as_strided((33, 64), (stride, 1))
     rows.copy_(torch.randn(33, 64))
     check_quantize(rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- pack
+
+
+def check_pack(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, local_range) -> None:
+    expected = pack_topk(Routing(topk_weights.cpu(), topk_ids.cpu()), num_experts, local_range)
+    got = pack_triton.pack(topk_ids.to(DEVICE), topk_weights.to(DEVICE), expected.local_range)
+    assert torch.equal(got.cpu(), expected.packed)
+
+
+@pytest.mark.parametrize("local_range", [None, LocalRange(0, 5), LocalRange(8, 5), LocalRange(0, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32], ids=str)
+def test_packing_ids_that_were_routed_elsewhere(dtype, local_range):
+    ids = torch.randint(0, 40, (300, 4), generator=seeded(2), dtype=torch.int32)
+    ids[0], ids[1, 2], ids[2] = -1, -1, torch.tensor([39, 5, -2147483648, 7])
+    ids = ids.int().view(torch.uint32) if dtype == torch.uint32 else ids.to(dtype)
+    check_pack(ids, torch.rand(300, 4, generator=seeded(3)), 40, local_range)
+    check_pack(ids[:0], torch.rand(0, 4), 40, local_range)
+    wide = ids.view(torch.int32).repeat(1, 2)[:, ::2] if dtype != torch.int64 else ids.repeat(1, 2)[:, ::2]
+    check_pack(wide, torch.rand(4, 300, generator=seeded(4)).T, 40, local_range)
+
+
+def test_weights_are_rounded_to_the_nearest_bfloat16():
+    bits = torch.arange(-(2**15), 2**15) << 16
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        weights = (bits + low).int().view(torch.float32).view(-1, 16)
+        check_pack(torch.zeros_like(weights, dtype=torch.int32), weights, 40, None)
 
 
 # ---------------------------------------------------------------------------------------------------------- schedule

@@ -19,6 +19,7 @@ from rankmoe.kernels import (
     activation_triton,
     combine_triton,
     experts_triton,
+    pack_triton,
     quantize_triton,
     read_triton,
     route_triton,
@@ -59,6 +60,8 @@ def compile_calls() -> None:
     quantize_triton.quantize_mxfp8(torch.zeros(8, 3584, dtype=torch.bfloat16))
     quantize_triton.quantize_mxfp8(torch.zeros(8, 96), num_valid)
     ids = torch.zeros(65, 16, dtype=torch.int32)
+    pack_triton.pack(ids, torch.zeros(65, 16), None)
+    pack_triton.pack(ids.long(), torch.zeros(65, 16), LocalRange(112, 112))
     expert_map = torch.zeros(896, dtype=torch.int32)
     for num_tokens in (8, 65):
         schedule_triton.build_schedule(ids[:num_tokens], 112, num_experts=896, local_expert_offset=112, is_packed=True)
