@@ -554,6 +554,65 @@ def bench_front(
     _print_table(console, table_rows(record))
 
 
+@bench.command("decode")
+def bench_decode(
+    model: Annotated[str, typer.Option(help="kimi-k3, on a GPU, or nano, anywhere.")] = "kimi-k3",
+    ep: _EP = 8,
+    batch: Annotated[str, typer.Option(help="Numbers of sequences, separated by commas.")] = "8,16,32",
+    input_length: Annotated[int, typer.Option("--input", min=1, help="Tokens of each prompt.")] = 8192,
+    output_length: Annotated[int, typer.Option("--output", min=1, help="Tokens that each sequence gets.")] = 512,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers with memory of their own; by default as many as fit.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--no-fresh", help="Also search for GEMM configurations anew in each arm.")
+    ] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each arm; the median is reported.")] = 15,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    record_file: Annotated[
+        Path | None, typer.Option("--record", help="Where to write the JSON record; nowhere by default.")
+    ] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Decode throughput of one rank with the routed layers run in three ways, in turn.
+
+    (a) routing, packing, quantising and a schedule over global ids, a launch each; (b) one launch for the first three,
+    and a schedule over rank-local ids; (c) one launch for all. The same GEMMs and the same outputs, bit for bit; what
+    surrounds the routed layers is in docs/benchmarks.md. Example: `rankmoe bench decode --batch 8,16,32`
+    """
+    import torch
+
+    from rankmoe.bench.decode import DecodeError, DecodeOptions, run, table_rows
+    from rankmoe.bench.decode_model import SIZES
+
+    if model not in SIZES:
+        raise ValueError(f"model: expected one of {', '.join(SIZES)}, got {model!r}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device: expected cpu, or cuda where there is one, got {device!r}")
+    if device == "cpu" and model != "nano":
+        raise ValueError(f"model: expected nano on a CPU, got {model!r}")
+    options = DecodeOptions(
+        SIZES[model], ep, _numbers("batch", batch), input_length, output_length, layers, rounds, fresh, device
+    )
+    errors = Console(stderr=True)
+    try:
+        record = run(options, lambda text: errors.print(text, highlight=False))
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+    if _hand_out(record, record_file, as_json):
+        return
+    console = Console()
+    notes = record.notes
+    console.print(
+        f"{model}, EP {ep}, rank 0, on {record.device}: {notes['num_layers']} layers a step, "
+        f"{notes['distinct_layers']} of them distinct; {input_length} tokens in, {output_length} out; the arms' outputs "
+        "are equal bit for bit; active: experts of a layer",
+        highlight=False,
+    )
+    _print_table(console, table_rows(record))
+
+
 def _hand_out(record: Record, output: Path | None, as_json: bool) -> bool:
     """Write the record where asked, and print it as JSON where asked. Returns whether that was the answer."""
     if output is not None:

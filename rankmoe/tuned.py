@@ -72,6 +72,7 @@ def expected_rows(num_slots: int, num_local_experts: int, num_experts: int) -> i
 
 class _State(threading.local):
     explicit: Mapping[str, Mapping[str, Any]] = {}
+    recorded: dict[TuningKey, Answer] | None = None
 
 
 _state = _State()
@@ -90,6 +91,16 @@ def use(configs: Mapping[TuningKey, Mapping[str, Any]]) -> Iterator[None]:
         _state.explicit = before
 
 
+@contextmanager
+def recording() -> Iterator[dict[TuningKey, Answer]]:
+    """Collect what this thread's calls look up, and what they are told."""
+    before, _state.recorded = _state.recorded, {}
+    try:
+        yield _state.recorded
+    finally:
+        _state.recorded = before
+
+
 def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
     """The configuration for a key: an explicit one, the user's, the shipped one, else the caller's heuristic.
 
@@ -97,6 +108,13 @@ def lookup(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
         sources do not count, nor do the user's of another compiler; the shipped ones were made with one that few have.
     Files are read once and answers kept until ``forget``, since every launch asks. A miss is logged once a key.
     """
+    answer = _answer(key, fingerprint, device_name)
+    if _state.recorded is not None:
+        _state.recorded[key] = answer
+    return answer
+
+
+def _answer(key: TuningKey, fingerprint: str, device_name: str) -> Answer:
     if _state.explicit and str(key) in _state.explicit:
         return Answer(_state.explicit[str(key)], "explicit")
     question = (key, fingerprint, device_name)

@@ -194,6 +194,21 @@ def test_explicit_comes_before_the_users_file_the_shipped_one_and_the_heuristic(
     assert [c.source for c in coverage([KEY], FINGERPRINT, DEVICE)] == ["user cache"]
 
 
+def test_what_a_threads_calls_ask_can_be_recorded():
+    write(user_path(), FINGERPRINT, **{str(KEY): entry_of(default_of(KEY))})
+    other = dataclasses.replace(KEY, expected_rows=32)
+    with tuned.recording() as outer, tuned.use({other: {"kernel": "decode"}}):
+        tuned.lookup(KEY, FINGERPRINT, DEVICE)
+        with tuned.recording() as inner:
+            tuned.lookup(other, FINGERPRINT, DEVICE)
+        thread = threading.Thread(target=lambda: tuned.lookup(other, FINGERPRINT, DEVICE))
+        thread.start()
+        thread.join()
+    tuned.lookup(other, FINGERPRINT, DEVICE)
+    assert outer == {KEY: (config_values(default_of(KEY)), "user cache")}
+    assert inner == {other: ({"kernel": "decode"}, "explicit")}
+
+
 def test_what_was_asked_once_touches_no_file_again(monkeypatch):
     write(user_path(), FINGERPRINT, **{str(KEY): entry_of(default_of(KEY))})
     keys = (KEY, dataclasses.replace(KEY, expected_rows=32))

@@ -20,19 +20,20 @@ def random_experts(
     backend: str = "auto",
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> ExpertWeights:
-    """Random MXFP4 experts of one rank, filled in place so that nothing is held twice.
+    """Random MXFP4 experts of one rank, filled in place so that nothing is held twice; without biases.
 
     progress: called with (experts done, experts in all).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     num_experts, hidden_size, intermediate_size = (
         placement.num_local_experts,
         preset.hidden_size,
         preset.intermediate_size,
     )
-    w13 = _empty(num_experts, 2 * intermediate_size, hidden_size)
-    w2 = _empty(num_experts, hidden_size, intermediate_size)
+    w13 = _empty(num_experts, 2 * intermediate_size, hidden_size, generator.device)
+    w2 = _empty(num_experts, hidden_size, intermediate_size, generator.device)
     for expert in range(num_experts):
         for tensor in (w13, w2):
             _fill(tensor[expert], generator)
