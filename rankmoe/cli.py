@@ -606,8 +606,8 @@ def bench_decode(
     notes = record.notes
     console.print(
         f"{model}, EP {ep}, rank 0, on {record.device}: {notes['num_layers']} layers a step, "
-        f"{notes['distinct_layers']} of them distinct; {input_length} tokens in, {output_length} out; the arms' outputs "
-        "are equal bit for bit; active: experts of a layer",
+        f"{notes['distinct_layers']} of them distinct; {input_length} tokens in, {output_length} out; outputs of the "
+        "arms equal bit for bit; active: experts of a layer",
         highlight=False,
     )
     _print_table(console, table_rows(record))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,12 +48,8 @@ def rank_local_ids(topk_ids: torch.Tensor, local_range: LocalRange, num_experts:
             f"local_range: rank-local ids need 0 < count and round_up(count + top_k, 4) < num_experts, got "
             f"offset={local_range.offset}, count={local_range.count}, top_k={top_k}, num_experts={num_experts}"
         )
-    return _relabel(topk_ids, local_range)
-
-
-def _relabel(topk_ids: torch.Tensor, local_range: LocalRange) -> torch.Tensor:
     local = widen_ids(topk_ids) - local_range.offset
-    slot = torch.arange(topk_ids.shape[1], device=topk_ids.device)
+    slot = torch.arange(top_k, device=topk_ids.device)
     is_owned = (local >= 0) & (local < local_range.count)
     return torch.where(is_owned, local, local_range.count + slot).int()
 
@@ -70,7 +67,13 @@ def pack_topk(routing: Routing, num_experts: int, local_range: LocalRange | None
         written_for = local_range
     elif num_experts > MAX_PACKED_ID + 1:
         raise ValueError(f"num_experts: expected at most {MAX_PACKED_ID + 1} for packed global ids, got {num_experts}")
-    packed = _pack(ids, routing.topk_weights, written_for)
+    kernel = _packing_kernel(ids, routing.topk_weights)
+    if kernel is not None:
+        packed = kernel.pack(ids, routing.topk_weights, written_for)
+    else:
+        if written_for is not None:
+            ids = rank_local_ids(ids, written_for, num_experts)
+        packed = pack(ids, routing.topk_weights)
     return dataclasses.replace(routing, packed=packed, local_range=written_for)
 
 
@@ -111,24 +114,25 @@ def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights: [T, K] float32. Rounded to bfloat16, to nearest even.
     Returns [T, K] int32. Raises TypeError or ValueError; the check of the ids' values runs for CPU tensors.
     """
-    return _pack(ids, weights, None)
-
-
-def _pack(ids: torch.Tensor, weights: torch.Tensor, local_range: LocalRange | None) -> torch.Tensor:
-    if weights.dtype != torch.float32:
-        raise TypeError(f"weights: expected float32, got {weights.dtype}")
-    if ids.shape != weights.shape:
-        raise ValueError(f"weights: expected the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}")
-    check_ids_dtype(ids)
-    kernel = triton_kernel("pack", ids.device)
+    kernel = _packing_kernel(ids, weights)
     if kernel is not None:
-        return kernel.pack(ids, weights, local_range)
-    ids = widen_ids(ids) if local_range is None else _relabel(ids, local_range).long()
+        return kernel.pack(ids, weights, None)
+    ids = widen_ids(ids)
     if ids.device.type == "cpu" and ids.numel() and int(ids.max()) > MAX_PACKED_ID:
         raise ValueError(f"ids: expected at most {MAX_PACKED_ID} for the packed form, got {int(ids.max())}")
     bits = weights.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
     bits = torch.where(weights.isnan(), 0x7FC0, bits)  # which NaN torch's cast gives depends on its vector width
     return ((ids.clamp(min=-1) << 16) | bits).int()
+
+
+def _packing_kernel(ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    """The kernel that packs on their device, or None; TypeError or ValueError where there is nothing to pack."""
+    if weights.dtype != torch.float32:
+        raise TypeError(f"weights: expected float32, got {weights.dtype}")
+    if ids.shape != weights.shape:
+        raise ValueError(f"weights: expected the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}")
+    check_ids_dtype(ids)
+    return triton_kernel("pack", ids.device)
 
 
 def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

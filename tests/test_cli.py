@@ -192,6 +192,8 @@ def test_tune_shows_where_each_configuration_comes_from(tmp_path: Path) -> None:
     assert result.exit_code == 0
     keys = json.loads(result.stdout)["keys"]
     assert [key["batches"] for key in keys[::2]] == ["1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "512"]
-    assert {key["source"] for key in keys} == {"heuristic"}
+    assert {key["source"] for key in keys} == {"shipped"}
+    other = CliRunner().invoke(app, [*arguments, "--json", "--ep", "16"], env=environment)
+    assert {key["source"] for key in json.loads(other.stdout)["keys"]} == {"heuristic"}
     assert keys[-1]["config"].startswith("grouped: columns 112")
     assert "decode: warps 8" in CliRunner().invoke(app, arguments, env=environment).stdout

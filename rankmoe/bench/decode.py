@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rankmoe import tuned
-from rankmoe.bench.decode_model import DecodeModel, DecodeSizes, layer_nbytes, make_model
+from rankmoe.bench.decode_model import CACHE_PARTS, DecodeModel, DecodeSizes, layer_nbytes, make_model
 from rankmoe.bench.decode_step import RunRouted, arms, step
 from rankmoe.bench.record import Record, device_name
 from rankmoe.bench.timing import Timing, orders
@@ -54,8 +54,8 @@ class DecodeOptions:
 
     @property
     def cache_length(self) -> int:
-        """Positions of a sequence that one rank keeps, on average."""
-        return -(-(self.input_length + self.output_length // 2) // self.ep_size)
+        """Positions of a sequence that one rank keeps, on average; up to a multiple that attention can split."""
+        return -(-(self.input_length + self.output_length // 2) // (self.ep_size * CACHE_PARTS)) * CACHE_PARTS
 
 
 class DecodeError(RuntimeError):

@@ -39,6 +39,8 @@ SIZES = {
 #: Numbers of a row of the cache as attention reads it: the 576 of a position are three rows, a size that PyTorch's fast
 #: attention takes.
 HEAD_SIZE = 192
+#: Parts of a sequence's cache that are read at once; a rank's positions are a multiple of these.
+CACHE_PARTS = 16
 
 
 @dataclass(frozen=True)

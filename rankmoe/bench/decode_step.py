@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from rankmoe.activation import apply_activation
-from rankmoe.bench.decode_model import DecodeLayer, DecodeModel
+from rankmoe.bench.decode_model import CACHE_PARTS, DecodeLayer, DecodeModel
 from rankmoe.front import route_quantize
 from rankmoe.moe import Workspace, fused_moe, routed_moe
 from rankmoe.pack import id_space, pack_topk
@@ -29,12 +30,14 @@ def step(model: DecodeModel, tokens: torch.Tensor, run_routed: RunRouted) -> tor
     tokens: [batch] int64, replaced by the next ones, so that routing is another one at each step.
     Returns the last hidden states [batch, D] bfloat16. Capturable; the sample takes torch's generator of the device.
     """
+    add_norm = _fused(_add_norm, tokens.device.type)
     hidden = functional.embedding(tokens, model.embedding)
+    normed = functional.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS)
     for i in range(model.num_layers):
         layer = model.layers[i % len(model.layers)]
-        hidden = hidden + attention(layer, _norm(hidden))
-        hidden = hidden + moe_block(model, layer, _norm(hidden), run_routed)
-    logits = functional.linear(_norm(hidden), model.head).float()
+        hidden, normed = add_norm(hidden, attention(layer, normed))
+        hidden, normed = add_norm(hidden, moe_block(model, layer, normed, run_routed))
+    logits = functional.linear(normed, model.head).float()
     noise = torch.empty_like(logits).exponential_()
     tokens.copy_((logits.softmax(-1) / noise).argmax(-1))
     return hidden
@@ -43,26 +46,25 @@ def step(model: DecodeModel, tokens: torch.Tensor, run_routed: RunRouted) -> tor
 def attention(layer: DecodeLayer, hidden: torch.Tensor) -> torch.Tensor:
     """What stands for attention: every head reads this rank's part of the cache, keys and values in one, as MLA does.
 
-    The cache's bytes and the multiplications over it are MLA's; the projections of queries and outputs are not.
+    The cache's bytes and the multiplications over it are MLA's, in parts that fill the GPU. The projections of queries
+    and outputs are not, and the parts are not joined: what the first head finds in the first part goes on.
     """
-    cache = layer.cache[: hidden.shape[0], None]
+    batch_size, num_rows, _ = layer.cache[: hidden.shape[0]].shape
+    parts = layer.cache[:batch_size].unflatten(1, (CACHE_PARTS, num_rows // CACHE_PARTS))
     queries = functional.linear(hidden, layer.query)[:, None, None, :] * layer.head_scale
-    attended = functional.scaled_dot_product_attention(queries, cache, cache)
-    return functional.linear(attended[:, 0].mean(1), layer.attention_out)
+    attended = functional.scaled_dot_product_attention(queries.expand(-1, CACHE_PARTS, -1, -1), parts, parts)
+    return functional.linear(attended[:, 0, 0], layer.attention_out)
 
 
 def moe_block(model: DecodeModel, layer: DecodeLayer, hidden: torch.Tensor, run_routed: RunRouted) -> torch.Tensor:
     """[batch, D]: one GEMM for router and latent states, routed experts, latent norm, up projection, shared experts."""
-    preset = model.sizes.preset
+    preset, device_type = model.sizes.preset, hidden.device.type
     merged = _float32_linear(hidden, layer.front)
     routed = run_routed(model, layer, merged[:, : preset.num_experts], merged[:, preset.num_experts :])
-    middle = _activate(hidden.device.type)(functional.linear(hidden, layer.shared_gate_up), preset.activation)
-    shared = functional.linear(middle, layer.shared_down)
-    return functional.linear(_norm(routed, layer.latent_norm), layer.up) + shared
-
-
-def _norm(hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    return functional.rms_norm(hidden, hidden.shape[-1:], weight, NORM_EPS)
+    latent = _fused(_norm, device_type)(routed, layer.latent_norm)
+    gate_up = functional.linear(hidden, layer.shared_gate_up)
+    middle = _fused(_activate, device_type)(gate_up, preset.activation)
+    return torch.addmm(functional.linear(middle, layer.shared_down), latent, layer.up.T)
 
 
 def _float32_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -71,14 +73,23 @@ def _float32_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden.float(), weight.float())
 
 
+def _add_norm(hidden: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = hidden + update
+    return hidden, functional.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS)
+
+
+def _norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(hidden, hidden.shape[-1:], weight, NORM_EPS)
+
+
+def _activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    return apply_activation(gate_up.float(), activation).to(gate_up.dtype)
+
+
 @cache
-def _activate(device_type: str) -> Callable[[torch.Tensor, Activation], torch.Tensor]:
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """On a GPU compiled to one launch, as engines have it."""
-
-    def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        return apply_activation(gate_up.float(), activation).to(gate_up.dtype)
-
-    return torch.compile(activate, dynamic=False) if device_type == "cuda" else activate
+    return torch.compile(function) if device_type == "cuda" else function
 
 
 # --- the routed layer ------------------------------------------------------------------------------------------------

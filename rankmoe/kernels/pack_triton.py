@@ -36,7 +36,7 @@ def pack(topk_ids: torch.Tensor, topk_weights: torch.Tensor, local_range: LocalR
                 num_slots,
                 local_range.offset if local_range else 0,
                 local_range.count if local_range else 0,
-                top_k=topk_ids.shape[1],
+                top_k=topk_ids.shape[-1],
                 is_local=local_range is not None,
                 slots_per_block=_SLOTS_PER_BLOCK,
             )
