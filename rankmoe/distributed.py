@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -107,5 +108,8 @@ def _rank_main(ep_rank: int, ep_size: int, folder: str, function: Callable[..., 
         (Path(folder) / f"error-{ep_rank}").write_text(traceback.format_exc())
         raise
     finally:
+        # A cycle that an error left, through its traceback, may hold the group; freed only when the process ends, its
+        # threads would abort it.
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

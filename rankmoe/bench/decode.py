@@ -194,18 +194,23 @@ def _time(variants: Mapping[tuple[str, str], _Arm], options: DecodeOptions) -> d
     names = [f"{arm}/{tuning}" for arm, tuning in variants]
     by_name = dict(zip(names, variants, strict=True))
     for number, order in enumerate(orders(names, options.rounds)):
-        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        outputs: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
         for name in order:
             key = by_name[name]
             arm = variants[key]
             _restart(arm, vocabulary, options.seed + number)
             arm.run()
             measured[key].append(_timed(arm) / _STEPS)
-            outputs.append((arm.hidden.clone(), arm.tokens.clone()))
-        for name, (hidden, tokens) in zip(order, outputs, strict=True):
-            if not (torch.equal(hidden, outputs[0][0]) and torch.equal(tokens, outputs[0][1])):
-                raise DecodeError(f"arms {order[0]} and {name} gave different hidden states or tokens")
+            outputs[key] = arm.hidden.clone(), arm.tokens.clone()
+        _check_equal(outputs)
     return {name: Timing.of(values) for name, values in measured.items()}
+
+
+def _check_equal(outputs: Mapping[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise DecodeError unless all arms with the same configurations have the same hidden states and tokens."""
+    for (arm, tuning), own in outputs.items():
+        if not all(map(torch.equal, own, outputs["a", tuning])):
+            raise DecodeError(f"arms a and {arm} ({tuning} configurations) gave different hidden states or tokens")
 
 
 def _restart(arm: _Arm, vocabulary: int, seed: int) -> None:
