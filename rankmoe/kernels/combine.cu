@@ -1,9 +1,10 @@
 // Expert rows to token rows: a token's slots are added in slot order in float32 and rounded once. No atomics.
 //
 // A block has one token and COLUMNS columns. It finds the row of each slot first, from the schedule's slot_rows or, where
-// only the token masks were made, from them: an expert's first row is the population count of the masks before it. The
-// including side defines:
-//   FROM_MASKS, MAX_LOCAL_EXPERTS, MAX_TOP_K  sizes of the tables
+// only the token masks were made, from them: an expert's first row is the population count of the masks before it. Slots
+// of other ranks drop out of the list, so that the loads of several rows are under way together. The including side
+// defines:
+//   FROM_MASKS, MAX_LOCAL_EXPERTS, MAX_TOP_K  sizes of the tables; a thread finds a slot's row, so MAX_TOP_K <= THREADS
 //   OUT_BF16           1 bfloat16, 0 float32
 //   VECTOR             columns that a thread reads at once: 4 where rows are aligned, else 1
 
@@ -11,6 +12,9 @@
 #define THREADS 128
 #define COLUMNS (THREADS * 4)
 #define WARPS (THREADS / 32)
+#define ROWS_AT_ONCE 4
+
+static_assert(MAX_TOP_K <= THREADS, "a thread finds the row of a slot");
 
 struct CombineArguments {
   const float* rows;          // [R, hidden_size], row_stride floats apart
@@ -72,6 +76,34 @@ __device__ __forceinline__ int find_row(const CombineArguments& a, const Shared&
 }
 #endif
 
+// Rows and weights of the token's slots that this rank computed, in slot order; returns how many. The weight of another
+// slot may be NaN.
+__device__ __forceinline__ int list_slots(const CombineArguments& a, Shared& shared, int token) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slot = threadIdx.x;
+  int row = -1;
+  if (slot < a.top_k) {
+#if FROM_MASKS
+    row = find_row(a, shared, token, slot);
+#else
+    row = a.slot_rows[(long long)token * a.top_k + slot];
+#endif
+  }
+  const unsigned has_row = __ballot_sync(FULL_MASK, row >= 0);
+  if (lane == 0) shared.warp_total[warp] = __popc(has_row);
+  __syncthreads();
+  int place = __popc(has_row & ((1u << lane) - 1)), num_slots = 0;
+  for (int other = 0; other < WARPS; ++other) {
+    place += other < warp ? shared.warp_total[other] : 0;
+    num_slots += shared.warp_total[other];
+  }
+  if (row >= 0) {
+    shared.row[place] = row;
+    shared.weight[place] = a.topk_weights[(long long)token * a.top_k + slot];
+  }
+  __syncthreads();
+  return num_slots;
+}
+
 template <int N>
 __device__ __forceinline__ void load(float (&value)[N], const float* source) {
   if constexpr (N == 4) {
@@ -97,27 +129,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
 #if FROM_MASKS
   list_rows(a, shared);
 #endif
-  for (int slot = threadIdx.x; slot < a.top_k; slot += THREADS) {
-#if FROM_MASKS
-    shared.row[slot] = find_row(a, shared, token, slot);
-#else
-    shared.row[slot] = a.slot_rows[(long long)token * a.top_k + slot];
-#endif
-    shared.weight[slot] = a.topk_weights[(long long)token * a.top_k + slot];
-  }
-  __syncthreads();
+  const int num_slots = list_slots(a, shared, token);
   if (a.is_chained) wait_for_previous_launch();
   for (int column = first_column + threadIdx.x * VECTOR; column < min(first_column + COLUMNS, a.hidden_size);
        column += THREADS * VECTOR) {
     float total[VECTOR] = {};
-    for (int slot = 0; slot < a.top_k; ++slot) {
-      const int row = shared.row[slot];
-      if (row < 0) continue;  // the weight of a slot that is not here may be NaN
-      float value[VECTOR];
-      load(value, a.rows + row * a.row_stride + column);
-      // Rounded twice, as the rule has it: the product and the sum.
+    for (int first = 0; first < num_slots; first += ROWS_AT_ONCE) {
+      float value[ROWS_AT_ONCE][VECTOR];
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) total[i] = __fadd_rn(total[i], __fmul_rn(shared.weight[slot], value[i]));
+      for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+        if (first + i < num_slots) load(value[i], a.rows + shared.row[first + i] * a.row_stride + column);
+      }
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+        if (first + i >= num_slots) break;
+        // Rounded twice, as the rule has it: the product and the sum.
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          total[j] = __fadd_rn(total[j], __fmul_rn(shared.weight[first + i], value[i][j]));
+        }
+      }
     }
     const long long place = (long long)token * a.hidden_size + column;
 #pragma unroll
