@@ -1,7 +1,7 @@
 """Write the tables of the documents from the benchmark records: ``python benchmarks/tables.py``.
 
 ``--check`` only looks. A table stands between ``<!-- record: NAME -->`` and ``<!-- end -->``; NAME is a file of
-``benchmarks/results`` without its ending.
+``benchmarks/results`` without its ending. ``<!-- layers: NAME NAME ... -->`` makes one table of several models' layers.
 """
 
 from __future__ import annotations
@@ -13,31 +13,52 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rankmoe.bench import front, layer_cuda
+from rankmoe.bench import decode, front, layer_cuda
 from rankmoe.bench.record import Record, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"(<!-- record: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?P<kind>record|layers): (?P<names>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str) -> str:
     """A document's text with every table written anew."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{table_of(match['name'])}\n{match[3]}", text)
+    make = {"record": table_of, "layers": table_of_layers}
+    return _BLOCK.sub(lambda match: f"{match[1]}{make[match['kind']](match['names'])}\n{match[4]}", text)
 
 
 def table_of(name: str) -> str:
     """A record's table, and a line on where it was measured."""
-    values = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    record = Record(**values)
-    table = markdown(_rows_of(record))
+    record = _read(name)
+    return f"{markdown(_rows_of(record))}\n\n{_origin(record)}"
+
+
+def table_of_layers(names: str) -> str:
+    """Microseconds of several models' native layers, and in brackets how many times as long the composition takes."""
+    records = [_read(name) for name in names.split()]
+    counts = sorted({row["tokens"] for record in records for row in record.rows})
+    rows = [["us at T =", *map(str, counts)]]
+    for record in records:
+        us = {(row["variant"], row["tokens"]): row["us"] for row in record.rows if row["stage"] == "layer"}
+        cells = [f"{us['native', n]:.1f} ({us['composition', n] / us['native', n]:.2f})" for n in counts]
+        rows.append([record.model, *cells])
+    return f"{markdown(rows)}\n\n" + " ".join(dict.fromkeys(_origin(record) for record in records))
+
+
+def _read(name: str) -> Record:
+    return Record(**json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+
+
+def _origin(record: Record) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in record.versions.items() if key != "rankmoe")
-    return f"{table}\n\n{record.device}, {record.date}, commit {record.commit}, {versions}."
+    return f"{record.device}, {record.date}, commit {record.commit}, {versions}."
 
 
 def _rows_of(record: Record) -> list[list[str]]:
     if record.bench.startswith("front"):
         return front.table_rows(record)
+    if record.bench == "decode":
+        return decode.table_rows(record)
     if any("routing" in row for row in record.rows):
         return layer_cuda.table_rows(record)
     rows = [["tokens", "active experts", "variant", "stage", "ms", "spread", "GB/s"]]
