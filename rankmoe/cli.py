@@ -20,8 +20,10 @@ from rankmoe.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from rankmoe.bench.record import Record
+    from rankmoe.distributed import ExpertParallelGroup
     from rankmoe.models.presets import ModelPreset
     from rankmoe.tuned import TuningKey
+    from rankmoe.tuning import Report
     from rankmoe.types import ExpertPlacement
 
 app = typer.Typer(
@@ -339,26 +341,29 @@ def tune(
     ] = None,
     as_json: _JSON = False,
 ) -> None:
-    """Search for the fastest configuration of the native expert GEMMs for one rank (0) of a model, and keep it.
+    """Search for the fastest configuration of the native expert GEMMs for one rank of a model, and keep it.
 
     A key holds the work and nothing of how ids are written, so calls with global and rank-local ids share it. Nothing
-    is searched for while serving. Example: `rankmoe tune --model kimi-k3 --ep 8 --batch 1-64`
+    is searched for while serving. Here rank 0 is searched for; under torchrun with `--ep` processes every rank measures
+    its own and all keep the choice that is best for the slowest. Example: `rankmoe tune --model kimi-k3 --ep 8`
     """
     import torch
 
     from rankmoe import tuned
+    from rankmoe.distributed import launch
+    from rankmoe.env import is_under_torchrun, local_rank
     from rankmoe.kernels import experts_common, experts_cuda
     from rankmoe.models.presets import get_preset
     from rankmoe.tuning import coverage as find_coverage
-    from rankmoe.tuning import plan_keys
-    from rankmoe.tuning import tune as search
+    from rankmoe.tuning import plan_batches, plan_keys
     from rankmoe.types import ExpertPlacement
 
-    preset, batches = get_preset(model), _ranges("batch", batch)
+    preset, batches = get_preset(model), plan_batches(_ranges("batch", batch))
     placement = ExpertPlacement(preset.num_experts, ep, 0)
     architecture = "sm_90"
     if experts_cuda.available():
-        device = torch.device("cuda")
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device())
         architecture = experts_common.architecture(device)
         device_name = device_name or experts_common.device_name(device)
     elif device_name is None or not coverage:
@@ -367,23 +372,11 @@ def tune(
         )
     keys = plan_keys(preset, placement, batches, architecture)
     fingerprint = experts_common.fingerprint()
+    path = tuned.user_file(fingerprint, device_name)
     if not coverage:
-        from rankmoe.bench.profile import GpuProfiler, popularity_of
-
-        popularity = None if routing is None else popularity_of(torch.load(routing, weights_only=True), placement)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("making random experts", total=len(keys))
-            profiler = GpuProfiler(preset, placement, popularity)
-            report = search(
-                keys,
-                profiler,
-                tuned.user_file(fingerprint, device_name),
-                fingerprint,
-                force=force,
-                progress=lambda done, total, key: progress.update(
-                    task, completed=done, total=total, description=str(key)
-                ),
-            )
+        report = launch(_tune_rank, ep if is_under_torchrun() else 1, preset, ep, batches, routing, path, force)
+        if report is None:  # under torchrun, rank 0 speaks for all
+            return
     rows = [
         {
             "batches": _batches_of(key, preset, placement, batches),
@@ -395,7 +388,6 @@ def tune(
         }
         for key, config, source in find_coverage(keys, fingerprint, device_name)
     ]
-    path = tuned.user_file(fingerprint, device_name)
     if as_json:
         _print_json({"device": device_name, "file": str(path), "keys": rows})
         return
@@ -412,6 +404,42 @@ def tune(
             f"launched; kept in {path}",
             highlight=False,
             soft_wrap=True,
+        )
+
+
+def _tune_rank(
+    group: ExpertParallelGroup,
+    preset: ModelPreset,
+    ep: int,
+    batches: list[int],
+    routing: Path | None,
+    path: Path,
+    force: bool,
+) -> Report:
+    """What one rank does of `tune`; alone, it is rank 0 of ``ep``."""
+    import torch
+
+    from rankmoe.bench.profile import GpuProfiler, popularity_of
+    from rankmoe.kernels import experts_common
+    from rankmoe.tuning import plan_keys
+    from rankmoe.tuning import tune as search
+    from rankmoe.types import ExpertPlacement
+
+    placement = ExpertPlacement(preset.num_experts, ep, group.ep_rank)
+    architecture = experts_common.architecture(torch.device("cuda", torch.cuda.current_device()))
+    popularity = None if routing is None else popularity_of(torch.load(routing, weights_only=True), placement)
+    keys = plan_keys(preset, placement, batches, architecture)
+    with Progress(console=Console(stderr=True), transient=True, disable=group.ep_rank > 0) as progress:
+        task = progress.add_task("making random experts", total=len(keys))
+        profiler = GpuProfiler(preset, placement, popularity)
+        return search(
+            keys,
+            profiler,
+            path,
+            experts_common.fingerprint(),
+            group=group,
+            force=force,
+            progress=lambda done, total, key: progress.update(task, completed=done, total=total, description=str(key)),
         )
 
 

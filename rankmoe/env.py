@@ -32,3 +32,8 @@ def recorded_commit() -> str | None:
 def is_under_torchrun() -> bool:
     """Whether torchrun, or anything else that sets its variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as torchrun gives it; 0 elsewhere."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

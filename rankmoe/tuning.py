@@ -32,7 +32,7 @@ from rankmoe.kernels.experts_cuda import (
 from rankmoe.kernels.experts_grouped_cuda import DEFAULT_CONFIG, FROM_ROWS, GroupedConfig, is_chosen
 from rankmoe.models.presets import ModelPreset
 from rankmoe.tuned import TuningKey, expected_rows
-from rankmoe.types import ExpertPlacement
+from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement
 
 #: What a candidate must be faster by than the default; less is noise, and noise goes to the default.
 MARGIN = 0.02
@@ -97,10 +97,19 @@ class Report:
 
 
 # --- keys and candidates ---------------------------------------------------------------------------------------------
+def plan_batches(batches: Iterable[int]) -> list[int]:
+    """The numbers of tokens to tune for, ascending: those given and, where one is beyond a decode step, every decode
+    step's, since who serves large batches serves the small ones, too."""
+    found = {num_tokens for num_tokens in batches if num_tokens > 0}
+    if any(num_tokens > MAX_FRONT_TOKENS for num_tokens in found):
+        found |= set(range(1, MAX_FRONT_TOKENS + 1))
+    return sorted(found)
+
+
 def plan_keys(
     preset: ModelPreset, placement: ExpertPlacement, batches: Iterable[int], architecture: str
 ) -> list[TuningKey]:
-    """The keys that a model's layers look up for these numbers of tokens, each once, in order.
+    """The keys that a model's layers look up for these numbers of tokens (see ``plan_batches``), each once, in order.
 
     Neither the form of ids nor padding to a graph's size changes a key, but for the rows expected.
     """
@@ -108,8 +117,7 @@ def plan_keys(
     rows = sorted(
         {
             expected_rows(num_tokens * preset.router.top_k, num_local_experts, placement.num_experts)
-            for num_tokens in batches
-            if num_tokens > 0
+            for num_tokens in plan_batches(batches)
         }
     )
     hidden, intermediate, bias = preset.hidden_size, preset.intermediate_size, preset.has_bias

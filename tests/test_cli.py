@@ -197,3 +197,23 @@ def test_tune_shows_where_each_configuration_comes_from(tmp_path: Path) -> None:
     assert {key["source"] for key in json.loads(other.stdout)["keys"]} == {"heuristic"}
     assert keys[-1]["config"].startswith("grouped: columns 112")
     assert "decode: warps 8" in CliRunner().invoke(app, arguments, env=environment).stdout
+
+
+def test_tune_under_torchrun_keeps_the_choice_that_is_best_for_the_slowest_rank(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("tune_without_gpu.py"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script]
+    arguments = ["tune", "--model", "gpt-oss-120b", "--ep", "2", "--batch", "1,100", "--json"]
+    environment = {**os.environ, "RANKMOE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, *arguments], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    values = json.loads(result.stdout)  # of rank 0 alone
+    assert values["keys"][0]["batches"] == "1"  # and all decode steps beside 100
+    assert len(values["keys"]) == 2 * 8
+    entries = json.loads(Path(values["file"]).read_text())["entries"]
+    for key in values["keys"]:
+        assert key["source"] == "user cache"
+        entry = entries[key["key"]]
+        assert entry["config"] == entry["candidates"][2]["config"]
+        assert [tried["us"] for tried in entry["candidates"][:3]] == [100.0, 90.0, 50.0]

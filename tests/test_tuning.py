@@ -86,6 +86,14 @@ def test_a_plan_has_each_key_once_whatever_the_batches():
     assert {key.stage for key in keys} == {"gate_up", "down"}
 
 
+def test_a_batch_beyond_a_decode_step_brings_every_decode_steps_keys():
+    preset = get_preset("kimi-k3")
+    keys = plan_keys(preset, K3, [512], "sm_90")
+    assert keys == plan_keys(preset, K3, [*range(1, 65), 512], "sm_90")
+    assert {key.expected_rows for key in keys} == {2, 4, 8, 16, 32, 64, 128, 1024}
+    assert {key.expected_rows for key in plan_keys(preset, K3, [64], "sm_90")} == {128}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_default_is_the_first_candidate_and_all_are_valid(name):
     preset = get_preset(name)
