@@ -148,4 +148,4 @@ def test_a_plans_keys_are_those_that_launches_look_up(launches, num_tokens):
     preset = ModelPreset("small", 32, HIDDEN, INTERMEDIATE, 1, RouterConfig(4), SiTU())
     stages = (experts_common.Stage(weights, is_gate_up) for is_gate_up in (True, False))
     looked_up = [experts_cuda.tuning_key(stage, num_tokens * 4, device) for stage in stages]
-    assert plan_keys(preset, PLACEMENT, [num_tokens], "sm_90") == looked_up
+    assert plan_keys(preset, PLACEMENT, [num_tokens], "sm_90")[-2:] == looked_up
