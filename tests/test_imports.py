@@ -58,6 +58,23 @@ def test_a_module_imports_only_from_its_own_layer_and_those_below(module):
         assert layer_of(imported) <= layer_of(module), f"rankmoe.{module} imports rankmoe.{imported}"
 
 
+def test_nothing_but_an_integration_imports_an_integration():
+    users = {module for module in MODULES for name in imported_by(module) if name.startswith("integrations")}
+    assert "integrations.transformers" in users
+    assert {module for module in users if not module.startswith("integrations.")} == set()
+
+
+def test_nothing_but_the_integrations_of_transformers_imports_it():
+    users = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "transformers" for name in names):
+                users.add(module)
+    assert users == {"integrations.transformers"}
+
+
 def test_no_module_imports_itself_through_others():
     graph = {module: set(imported_by(module)) for module in MODULES}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
@@ -115,7 +132,8 @@ def test_importing_the_package_imports_no_compiler_and_no_command_line(touched):
     heavy = {"triton", "cuda", "typer", "rich", "matplotlib", "humming", "flashinfer", "sglang", "vllm", "transformers"}
     assert "rankmoe.types" in touched["imports"]
     assert [name for name in touched["imports"] if name.split(".")[0] in heavy] == []
-    assert [name for name in touched["imports"] if name.startswith(("rankmoe.cli", "rankmoe.bench"))] == []
+    upper = ("rankmoe.cli", "rankmoe.bench", "rankmoe.integrations")
+    assert [name for name in touched["imports"] if name.startswith(upper)] == []
 
 
 def test_importing_the_package_touches_no_gpu(touched):
