@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
+import os
+import subprocess
+import sys
 import weakref
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_bitwise_equal, relative_l2, seeded
 
-pytest.importorskip(
-    "transformers", minversion="5.0", reason="needs transformers >= 5: pip install rankmoe[transformers]"
-)
+if importlib.util.find_spec("transformers") is None:  # one that is there and broken fails
+    pytest.skip("needs transformers >= 5.7: pip install rankmoe[transformers]", allow_module_level=True)
 
+import tokenizers
 import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -353,7 +358,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "contiguous": {"num_experts": 8},
     "uneven": {"num_experts": 7},
     "round_robin": {"num_experts": 7, "strategy": "round_robin"},
-    "redundant": {"num_experts": 10, "physical_to_logical": (0, 1, 2, 3, 4, 5, 6, 7, 0, 5)},
+    "redundant": {"num_experts": 10, "physical_to_logical": (3, 0, 5, 7, 1, 2, 6, 4, 0, 5)},
 }
 
 
@@ -443,6 +448,27 @@ def test_a_saved_model_is_loaded_with_the_implementation_by_name(tmp_path):
     assert len(calls) == 1
 
 
+def test_the_example_writes_text_from_mxfp4_experts(tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    words = {f"word{i}": i for i in range(SMALL["vocab_size"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    example = Path(__file__).parent.parent / "examples" / "transformers_experts.py"
+    command = [sys.executable, str(example), str(tmp_path), "word5 word17 word40"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, text = done.stdout.splitlines()
+    assert first == "MXFP4 now: model.layers.0.mlp.experts, model.layers.1.mlp.experts"
+
+    model = build("qwen3_moe").bfloat16()
+    integration.quantize_experts(model)
+    ids = model.generate(torch.tensor([[5, 17, 40]]), max_new_tokens=64)[0]
+    assert text == " ".join(f"word{i}" for i in ids)
+
+
 def test_mxfp4_experts_refuse_eager_saving_gradients_and_a_second_time(tmp_path):
     model = build("mixtral")
     integration.quantize_experts(model)
@@ -491,6 +517,27 @@ def test_nothing_is_quantised_where_one_layer_cannot_be():
     assert integration.quantized_experts(model) == {}
 
 
+def test_a_clamp_that_the_module_names_is_found():
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+    config = transformers.AutoConfig.for_model("deepseek_v4", hidden_size=64, swiglu_limit=0.5)
+    config.num_local_experts, config.intermediate_size = 4, 32
+    experts = DeepseekV4Experts(config)
+    rows, ids, weights = torch.randn(5, 64, generator=seeded(0)), torch.arange(10).view(5, 2) % 4, torch.ones(5, 2)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.3, generator=seeded(parameter.shape[1]))
+        experts.config._experts_implementation = "rankmoe"
+        integration.quantize_experts(experts)
+        assert integration.quantized_experts(experts)[""].activation == SwiGLU(limit=0.5)
+        got = experts(rows, ids, weights)
+        integration.dequantize_experts(experts)
+        experts.config._experts_implementation = "eager_on_rounded_rows"
+        assert relative_l2(got, experts(rows, ids, weights)) < QUANTIZED
+        experts.limit = 50.0
+        assert relative_l2(got, experts(rows, ids, weights)) > 10 * QUANTIZED
+
+
 @pytest.mark.parametrize("limit", [0.7, 5e3])
 def test_a_clamp_that_no_attribute_names_is_seen(limit):
     experts = experts_of(build("qwen3_moe"))
@@ -502,6 +549,37 @@ def test_a_clamp_that_no_attribute_names_is_seen(limit):
     experts._apply_gate = apply_gate
     with pytest.raises(ValueError, match="_apply_gate: expected SwiGLU"):
         integration.quantize_experts(experts)
+
+
+def test_experts_that_transformers_has_sharded_or_replaced_are_refused():
+    experts = experts_of(build("qwen3_moe"))
+    experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match="expected no expert parallelism of Transformers' own, got it"):
+        integration.quantize_experts(experts)
+    experts._is_expert_parallel = False
+
+    class Replaced(torch.nn.Parameter):
+        pass
+
+    experts.down_proj = Replaced(experts.down_proj.detach())
+    with pytest.raises(ValueError, match="down_proj: expected a plain parameter, got Replaced"):
+        integration.quantize_experts(experts)
+
+
+def test_weights_packed_for_a_gpu_are_not_decoded_here():
+    model = build("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    integration.quantize_experts(model, backend="cuda")
+    with pytest.raises(ValueError, match=r"expected weights in the checkpoint's order, .* got those of 'cuda'"):
+        integration.dequantize_experts(model)
+    assert len(integration.quantized_experts(model)) == 2
+
+
+def test_a_weight_that_the_backend_cannot_hold_is_refused_with_the_modules_name():
+    model = build("qwen3_moe")
+    with torch.no_grad():
+        experts_of(model).down_proj[3, 5, 12] = 3e38
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: w2: .* in expert 3, row 5, group 0"):
+        integration.quantize_experts(model)
 
 
 def test_a_model_without_such_experts_is_refused():

@@ -10,6 +10,7 @@ MXFP4 and the computation into MXFP8 x MXFP4; ``shard_experts`` leaves one rank'
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -35,9 +36,16 @@ from rankmoe.quantize import check_group_multiple
 from rankmoe.types import ExpertPlacement, ExpertWeights
 
 try:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-except ImportError as error:
-    raise ImportError(f"transformers: expected version 5 or newer, got {transformers.__version__}") from error
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+    _IS_COVERED = "is_concatenated" in inspect.signature(use_experts_implementation).parameters
+except ImportError:
+    _IS_COVERED = False
+if not _IS_COVERED:
+    raise ImportError(
+        "transformers: expected 5.7 or newer, whose experts modules state how gate and up lie, "
+        f"got {transformers.__version__}"
+    )
 
 __all__ = ["dequantize_experts", "quantize_experts", "quantized_experts", "register", "shard_experts"]
 
