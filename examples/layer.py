@@ -22,5 +22,7 @@ for ep_rank in range(2):  # each rank packs its own experts once, and runs the l
     with torch.inference_mode():
         partial = rm.routed_moe(hidden_states, router(hidden_states.float()), weights, config, out_dtype=torch.float32)
     total += partial  # dist.all_reduce(partial) where the ranks are processes
-    print(f"rank {ep_rank}: experts {own.start} to {own.stop - 1}, backend {weights.backend}, norm {partial.norm():.3f}")
+    print(
+        f"rank {ep_rank}: experts {own.start} to {own.stop - 1}, backend {weights.backend}, norm {partial.norm():.3f}"
+    )
 print(f"layer's output: {tuple(total.shape)}, norm {total.norm():.3f}")

@@ -230,7 +230,9 @@ def cuda_kernel(operation: Literal["front", "schedule", "combine"], device: torc
 
 
 @cache
-def triton_kernel(operation: Literal["route", "quantize", "pack", "schedule", "combine"], device: torch.device) -> Any:
+def triton_kernel(
+    operation: Literal["route", "quantize", "pack", "schedule", "combine", "routing_metadata"], device: torch.device
+) -> Any:
     """The module ``kernels.<operation>_triton`` where ``device`` is a GPU that Triton is installed for, else None."""
     if device.type != "cuda":
         return None

@@ -17,7 +17,7 @@ LAYERS = [
     {"types", "env"},
     {
         *("activation", "backends", "combine", "experts", "front", "kernels", "layout", "pack", "quantize"),
-        *("reference", "route", "schedule", "tuned"),
+        *("reference", "route", "routing_metadata", "schedule", "tuned"),
     },
     {"moe"},
     {"checkpoint", "distributed", "handoff", "models", "runner", "shards", "tuning"},

@@ -51,7 +51,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         *("_route_kernel", "_quantize_kernel", "_pack_kernel", "_schedule_kernel"),
         *("_set_bits_kernel", "_count_rows_kernel", "_add_counts_kernel", "_place_slots_kernel"),
         *("_gather_kernel", "_widen_kernel", "_activate_quantize_kernel", "_combine_kernel"),
-        *("_read_kernel", "_planes_kernel", "_gemm_kernel"),
+        *("_read_kernel", "_planes_kernel", "_gemm_kernel", "_fill_kernel"),
     }
 
 

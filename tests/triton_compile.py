@@ -23,9 +23,12 @@ from rankmoe.kernels import (
     quantize_triton,
     read_triton,
     route_triton,
+    routing_metadata_triton,
     rows_triton,
     schedule_triton,
 )
+from rankmoe.pack import IdSpace
+from rankmoe.routing_metadata import allocate_routing_metadata
 from rankmoe.types import (
     ExpertPlacement,
     ExpertSchedule,
@@ -66,6 +69,11 @@ def compile_calls() -> None:
     for num_tokens in (8, 65):
         schedule_triton.build_schedule(ids[:num_tokens], 112, num_experts=896, local_expert_offset=112, is_packed=True)
         schedule_triton.build_schedule(ids[:num_tokens].long(), 112, num_experts=896, expert_map=expert_map)
+    weights, space = torch.zeros(65, 16), IdSpace(128, 0)
+    metadata = allocate_routing_metadata(weights, space, 8)
+    empty = torch.zeros(1, dtype=torch.int32)
+    schedule = ExpertSchedule(65, None, torch.zeros(113, dtype=torch.int32), empty, ids)
+    routing_metadata_triton.fill(metadata, schedule, 0, 8)
     compile_expert_calls()
 
 
