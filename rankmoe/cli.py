@@ -641,6 +641,37 @@ def bench_decode(
     _print_table(console, table_rows(record))
 
 
+@bench.command("routing")
+def bench_routing(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text for nano to read; skewed random logits by default."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of skewed random logits.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="Where to write the JSON record; nowhere by default.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Count the slots that each expert gets: of real text through nano, or of skewed random logits.
+
+    Runs on the CPU in seconds; `rankmoe report` draws the record. Example: `rankmoe bench routing --model kimi-k3`
+    """
+    from rankmoe.bench.routing import run
+
+    record = run(model, ep, text, tokens)
+    if _hand_out(record, output, as_json):
+        return
+    console = Console()
+    console.print(f"{model}, {record.notes['source']}: slots of an expert", highlight=False)
+    rows = [["layer", "mean", "smallest", "largest", "experts without a token"]]
+    for row in record.rows:
+        counts = row["counts"]
+        cells = (row["layer"], f"{sum(counts) / len(counts):.1f}", min(counts), max(counts), counts.count(0))
+        rows.append([str(cell) for cell in cells])
+    _print_table(console, rows)
+
+
 def _hand_out(record: Record, output: Path | None, as_json: bool) -> bool:
     """Write the record where asked, and print it as JSON where asked. Returns whether that was the answer."""
     if output is not None:
