@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from rankmoe.bench.record import Record
     from rankmoe.distributed import ExpertParallelGroup
     from rankmoe.models.presets import ModelPreset
-    from rankmoe.tuned import TuningKey
     from rankmoe.tuning import Report
-    from rankmoe.types import ExpertPlacement
 
 app = typer.Typer(
     help="Route, quantise, schedule and run the experts of large mixture-of-experts models under expert parallelism.",
@@ -354,8 +352,8 @@ def tune(
     from rankmoe.env import is_under_torchrun, local_rank
     from rankmoe.kernels import experts_common, experts_cuda
     from rankmoe.models.presets import get_preset
+    from rankmoe.tuning import batches_of, config_text, plan_batches, plan_keys
     from rankmoe.tuning import coverage as find_coverage
-    from rankmoe.tuning import plan_batches, plan_keys
     from rankmoe.types import ExpertPlacement
 
     preset, batches = get_preset(model), plan_batches(_ranges("batch", batch))
@@ -379,11 +377,11 @@ def tune(
             return
     rows = [
         {
-            "batches": _batches_of(key, preset, placement, batches),
+            "batches": batches_of(key, preset, placement, batches),
             "gemm": key.stage,
             "expected_rows": key.expected_rows,
             "source": source,
-            "config": _config_text(config),
+            "config": config_text(config),
             "key": str(key),
         }
         for key, config, source in find_coverage(keys, fingerprint, device_name)
@@ -443,26 +441,23 @@ def _tune_rank(
         )
 
 
-def _config_text(config: Any) -> str:
-    """A configuration as `decode: warps 8, depth 1, ...`."""
-    from rankmoe.kernels.experts_cuda import config_values
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(help="Folder of JSON records.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page of a folder's benchmark records, with figures and tables.
 
-    values = dict(config) if isinstance(config, dict) else config_values(config)
-    kernel = values.pop("kernel")
-    return f"{kernel}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+    Layer times against the floor, the front beside its peer, decode throughput, expert load by rank, and where a
+    serving plan's configurations come from. Nothing is run. Light and dark. Example: `rankmoe report --out report.html`
+    """
+    from rankmoe.report.page import write_report
 
-
-def _batches_of(key: TuningKey, preset: ModelPreset, placement: ExpertPlacement, batches: list[int]) -> str:
-    """The batch sizes that look a key up, as ranges."""
-    from rankmoe.tuned import expected_rows
-
-    top_k = preset.router.top_k
-    own = [
-        tokens
-        for tokens in batches
-        if expected_rows(tokens * top_k, placement.num_local_experts, placement.num_experts) == key.expected_rows
-    ]
-    return f"{own[0]}" if len(own) == 1 else f"{own[0]}-{own[-1]}"
+    try:
+        count = write_report(records, out)
+    except OSError as error:
+        raise ValueError(f"{error}") from error
+    print(f"{out}: {count} records")
 
 
 @bench.command("layer")

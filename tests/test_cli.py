@@ -21,7 +21,7 @@ from rankmoe.packed import load_packed
 from rankmoe.types import ExpertPlacement, SiTU
 
 PACK_NANO = ["pack", str(NANO), "--model", "nano", "--out", os.devnull]
-COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"]]
+COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"], ["report"]]
 COMMANDS += [["bench", "layer"], ["bench", "front"], ["bench", "routing"]]
 
 

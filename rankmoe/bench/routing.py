@@ -1,4 +1,4 @@
-"""`rankmoe bench routing`: how many slots each expert gets, of real text through ``nano`` or of skewed random logits."""
+"""`rankmoe bench routing`: the slots that experts get, of real text through ``nano`` or of skewed random logits."""
 
 from __future__ import annotations
 
