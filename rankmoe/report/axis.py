@@ -41,13 +41,13 @@ def log_ticks(low: float, high: float, most: int = 9) -> list[float]:
     return within
 
 
-def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
+def linear_ticks(low: float, high: float, about: int = 6) -> list[float]:
     """Round values within a range, about so many."""
     if low == high:
         return [low]
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
-    step = power * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [round(step * index, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 

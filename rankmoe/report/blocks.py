@@ -48,11 +48,14 @@ def place(record: Record) -> str:
 def table(rows: Sequence[Sequence[str]], label: str) -> str:
     """Rows of cells, the header first, in a box of its own that scrolls; first cells that name an engine are marked."""
     header, *body = rows
-    head = element("tr", *(element("th", text(cell), scope="col") for cell in header))
-    lines = [
-        element("tr", _first(cells[0]), *(_cell(cell) for cell in cells[1:]), class_=_kind(cells)) for cells in body
-    ]
-    content = element("table", element("thead", head), element("tbody", *lines))
+    are_words = [not any(cell[:1].isdigit() for cell in column) for column in zip(*body, strict=True)]
+    kinds = ["words" if is_words else None for is_words in are_words]
+    heads = [element("th", text(cell), scope="col", class_=kind) for cell, kind in zip(header, kinds, strict=True)]
+    lines = []
+    for cells in body:
+        rest = [element("td", text(cell), class_=kind) for cell, kind in zip(cells[1:], kinds[1:], strict=True)]
+        lines.append(element("tr", _first(cells[0]), *rest, class_=_kind(cells)))
+    content = element("table", element("thead", element("tr", *heads)), element("tbody", *lines))
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
@@ -69,10 +72,6 @@ def _first(cell: str) -> str:
     if engine not in SERIES or " / " in cell:
         return element("th", text(cell), scope="row")
     return element("th", element("span", class_=f"swatch {engine}", aria_hidden="true"), text(cell), scope="row")
-
-
-def _cell(cell: str) -> str:
-    return element("td", text(cell), class_=None if cell[:1].isdigit() else "words")
 
 
 def _kind(cells: Sequence[str]) -> str | None:

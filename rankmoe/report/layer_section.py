@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from rankmoe.bench.record import Record
@@ -60,20 +61,10 @@ def layer_chart(record: Record, stage: str) -> LineChart | None:
     largest = max(max(us[name, stage].values()) for name in engines)
     unit, divisor = ("ms", 1e3) if largest >= _MILLISECONDS_FROM else ("µs", 1.0)
     floor = us.get(("floor", STAGES[stage]), {})
-    lines = []
-    for number, name in enumerate(engines):
-        points = us[name, stage]
-        notes = tuple(f"{points[count] / floor[count]:.2f}" if count in floor else "" for count in points)
-        lines.append(
-            Line(
-                name,
-                name,
-                _points(points, divisor),
-                notes=notes if number == 0 and floor else (),
-                notes_label="× floor",
-            )
-        )
+    lines = [Line(name, name, _points(us[name, stage], divisor)) for name in engines]
     if floor:
+        notes = tuple(_ratio(value, floor.get(count)) for count, value in us[engines[0], stage].items())
+        lines[0] = dataclasses.replace(lines[0], notes=notes, notes_label="× floor")
         lines.append(Line("floor", "floor", _points(floor, divisor), is_floor=True))
     name = {"gate_up": "gate and up GEMM", "down": "down GEMM", "layer": "whole layer"}[stage]
     return LineChart(f"{name}, {unit}", tuple(lines))
@@ -85,6 +76,10 @@ def times(record: Record) -> dict[tuple[str, str], dict[int, float]]:
     for row in sorted(record.rows, key=lambda row: int(row["tokens"])):
         found.setdefault((row["variant"], row["stage"]), {})[row["tokens"]] = row["us"]
     return found
+
+
+def _ratio(value: float, floor: float | None) -> str:
+    return "" if floor is None else f"{value / floor:.{2 if value < 10 * floor else 1}f}"
 
 
 def _points(values: dict[int, float], divisor: float) -> tuple[tuple[float, float], ...]:

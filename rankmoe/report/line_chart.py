@@ -94,7 +94,9 @@ def _vertical(chart: LineChart) -> tuple[Axis, list[float]]:
     low, high = min(values), max(values)
     if not chart.is_log:
         margin = (high - low) * 0.1 or abs(high) * 0.1
-        return Axis(low - margin, high + margin, _BASE, _TOP, is_log=False), linear_ticks(low - margin, high + margin)
+        # A filled area is read as an amount, and an amount begins at nothing.
+        low, high = 0.0 if any(line.is_floor for line in chart.lines) else low - margin, high + margin
+        return Axis(low, high, _BASE, _TOP, is_log=False), linear_ticks(low, high)
     low, high = low / 1.1, high * 1.1
     if any(line.notes for line in chart.lines):  # the lowest point stands above the notes
         share = _NOTES / (_BASE - _TOP)

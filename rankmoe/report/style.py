@@ -38,7 +38,7 @@ tr:last-child > * {{ border-bottom: 0; }}
 thead th {{ color: var(--muted); font-weight: 600; padding: 8px 12px; }}
 th:first-child {{ text-align: left; position: sticky; left: 0; background: var(--card); }}
 tbody th {{ font-weight: 400; }}
-td.words {{ text-align: left; }}
+td.words, th.words {{ text-align: left; }}
 tr.main > * {{ font-weight: 650; }}
 tr.ratio > * {{ color: var(--muted); }}
 .coverage td, .coverage thead th:not(:first-child) {{ text-align: center; padding: 5px 4px; }}
