@@ -18,7 +18,6 @@ from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement
 _ARCHITECTURE = "sm_90"
 _TITLE = "Tuning coverage"
 _SOURCES = {
-    "explicit": "chosen by the caller",
     "user cache": "searched for on this machine",
     "shipped": "ships with the package",
     "heuristic": "nothing tuned, the heuristic decides",
@@ -79,14 +78,12 @@ def _one(model: str, ep_size: int, device: str, batches: list[int]) -> str:
 
 def _summary(found: Sequence[Coverage]) -> str:
     counts = Counter(item.source for item in found)
-    parts = [
-        f"{count} from {'the ' if source != 'explicit' else ''}{_NAMES[source]}" for source, count in counts.items()
-    ]
+    parts = [f"{count} from the {_NAMES[source]}" for source, count in counts.items()]
     return f"{len(found)} keys: {', '.join(parts)}."
 
 
 _NAMES: dict[tuned.Source, str] = {
-    "explicit": "callers",
+    "explicit": "caller",
     "user cache": "user's cache",
     "shipped": "shipped file",
     "heuristic": "heuristic",

@@ -72,7 +72,7 @@ def _link(markup: str) -> str:
 
 def _records_section(records: Sequence[StoredRecord]) -> str:
     rows = [["record", "benchmark", "model", "device", "date", "commit", "rows"]]
-    for stored in records:
+    for stored in sorted(records, key=lambda stored: stored.name):
         record = stored.record
         cells = (record.bench, record.model, record.device, record.date, record.commit, str(len(record.rows)))
         rows.append([stored.name, *cells])

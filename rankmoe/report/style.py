@@ -58,6 +58,9 @@ footer {{ padding-top: 28px; padding-bottom: 48px; }}
   main, header, footer {{ padding-left: 12px; padding-right: 12px; }}
   .tiles {{ grid-template-columns: 1fr 1fr; }}
   figure {{ padding: 2px; }}
+  table {{ font-size: 13px; }}
+  th, td, thead th {{ padding: 4px 8px; }}
+  th:first-child {{ white-space: normal; min-width: 160px; }}
 }}
 """
 
