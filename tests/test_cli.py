@@ -22,7 +22,7 @@ from rankmoe.types import ExpertPlacement, SiTU
 
 PACK_NANO = ["pack", str(NANO), "--model", "nano", "--out", os.devnull]
 COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"], ["report"]]
-COMMANDS += [["bench", "layer"], ["bench", "front"], ["bench", "routing"]]
+COMMANDS += [["bench", "layer"], ["bench", "front"], ["bench", "decode"], ["bench", "routing"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -11,7 +11,7 @@ from rankmoe.report.markup import element, text
 from rankmoe.report.records import StoredRecord
 
 ARMS = {"a": "(a) separate", "b": "(b) fused front", "c": "(c) one launch"}
-TUNINGS = {"held": "configurations held", "fresh": "tuned for each arm"}
+TUNINGS = {"held": "held", "fresh": "searched for anew"}
 _TITLE = "Decode throughput by arm"
 
 
@@ -22,9 +22,9 @@ def decode_section(records: Sequence[StoredRecord]) -> str:
         words = "There is no record of decode throughput in this folder, so nothing is shown here."
         return section("decode", _TITLE, paragraph(words))
     words = (
-        "Arm (a): route, quantise and pack separately, then a schedule pass over global ids. (b): one fused front, "
-        "then a schedule pass over rank-local ids. (c): one launch. Held: the expert GEMMs' configurations are the "
-        "same in every arm. Fresh: each arm's own were searched for."
+        "Arm (a): route, pack, quantise and a schedule over global ids, a launch each. (b): one launch for the first "
+        "three, and a schedule over rank-local ids. (c): one launch for all. Held: every arm runs the expert GEMMs in "
+        "the heuristic's configurations. Fresh: in those of a search that each arm asked for; they share its keys."
     )
     return section("decode", _TITLE, paragraph(words), *(_one(record) for record in chosen))
 
@@ -60,7 +60,7 @@ def throughput_chart(record: Record, tuning: str) -> LineChart:
     lines = tuple(
         Line(ARMS[arm], f"arm-{arm}", tuple(rate[tuning, arm].items())) for arm in "cba" if (tuning, arm) in rate
     )
-    return LineChart(f"tokens/s, {TUNINGS[tuning]}", lines, "sequences")
+    return LineChart(f"tokens/s, configurations {TUNINGS[tuning]}", lines, "sequences")
 
 
 def gain_chart(record: Record, tuning: str) -> LineChart | None:
@@ -76,4 +76,4 @@ def gain_chart(record: Record, tuning: str) -> LineChart | None:
             lines.append(Line(ARMS[arm], f"arm-{arm}", points, is_dashed=arm == "a"))
     if len(lines) < 2:
         return None
-    return LineChart(f"times as fast as (a), {TUNINGS[tuning]}", tuple(lines), "sequences", is_log=False)
+    return LineChart(f"over (a), configurations {TUNINGS[tuning]}", tuple(lines), "sequences", is_log=False)

@@ -75,6 +75,7 @@ def _decode(record: Record) -> Iterator[Headline]:
         if both:
             batch = _TOKENS if _TOKENS in both else both[0]
             yield Headline(
-                f"{one[batch] / other[batch]:.3f}×", f"decode, one launch over separate steps, batch {batch}, {name}"
+                f"{one[batch] / other[batch]:.3f}×",
+                f"decode, one launch over separate steps, batch {batch}, configurations {name}",
             )
             return
