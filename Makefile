@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types tables format clean
+.PHONY: demo test lint types tables figures format clean
 
 # A source file of the standard library that the embedded model was not trained on.
 DEMO_MODULE ?= sched
@@ -42,6 +42,10 @@ types: $(INSTALLED)
 # The tables of the documents, from the records in benchmarks/results.
 tables: $(INSTALLED)
 	$(BIN)/python benchmarks/tables.py
+
+# The figures of the README, from the same records.
+figures: $(INSTALLED)
+	$(BIN)/python benchmarks/figures.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -11,10 +11,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from rankmoe.bench import decode, front, layer_cuda
 from rankmoe.bench.record import Record, markdown
+from rankmoe.bench.tables import table_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,7 +29,7 @@ def render(text: str) -> str:
 def table_of(name: str) -> str:
     """A record's table, and a line on where it was measured."""
     record = _read(name)
-    return f"{markdown(_rows_of(record))}\n\n{_origin(record)}"
+    return f"{markdown(table_rows(record))}\n\n{_origin(record)}"
 
 
 def table_of_layers(names: str) -> str:
@@ -52,21 +51,6 @@ def _read(name: str) -> Record:
 def _origin(record: Record) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in record.versions.items() if key != "rankmoe")
     return f"{record.device}, {record.date}, commit {record.commit}, {versions}."
-
-
-def _rows_of(record: Record) -> list[list[str]]:
-    if record.bench.startswith("front"):
-        return front.table_rows(record)
-    if record.bench == "decode":
-        return decode.table_rows(record)
-    if any("routing" in row for row in record.rows):
-        return layer_cuda.table_rows(record)
-    rows = [["tokens", "active experts", "variant", "stage", "ms", "spread", "GB/s"]]
-    for row in record.rows:
-        cells: list[Any] = [row["tokens"], row["active_experts"], row["variant"], row["stage"]]
-        cells += [f"{row['us'] / 1e3:.1f}", f"{row['spread'] / 1e3:.1f}", f"{row['bytes'] / row['us'] / 1e3:.2f}"]
-        rows.append([str(cell) for cell in cells])
-    return rows
 
 
 def main() -> None:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from rankmoe.bench.record import Record
     from rankmoe.distributed import ExpertParallelGroup
     from rankmoe.models.presets import ModelPreset
-    from rankmoe.tuned import TuningKey
     from rankmoe.tuning import Report
-    from rankmoe.types import ExpertPlacement
 
 app = typer.Typer(
     help="Route, quantise, schedule and run the experts of large mixture-of-experts models under expert parallelism.",
@@ -354,8 +352,8 @@ def tune(
     from rankmoe.env import is_under_torchrun, local_rank
     from rankmoe.kernels import experts_common, experts_cuda
     from rankmoe.models.presets import get_preset
+    from rankmoe.tuning import batches_of, config_text, plan_batches, plan_keys
     from rankmoe.tuning import coverage as find_coverage
-    from rankmoe.tuning import plan_batches, plan_keys
     from rankmoe.types import ExpertPlacement
 
     preset, batches = get_preset(model), plan_batches(_ranges("batch", batch))
@@ -379,11 +377,11 @@ def tune(
             return
     rows = [
         {
-            "batches": _batches_of(key, preset, placement, batches),
+            "batches": batches_of(key, preset, placement, batches),
             "gemm": key.stage,
             "expected_rows": key.expected_rows,
             "source": source,
-            "config": _config_text(config),
+            "config": config_text(config),
             "key": str(key),
         }
         for key, config, source in find_coverage(keys, fingerprint, device_name)
@@ -443,26 +441,23 @@ def _tune_rank(
         )
 
 
-def _config_text(config: Any) -> str:
-    """A configuration as `decode: warps 8, depth 1, ...`."""
-    from rankmoe.kernels.experts_cuda import config_values
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(help="Folder of JSON records.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page of a folder's benchmark records, with figures and tables.
 
-    values = dict(config) if isinstance(config, dict) else config_values(config)
-    kernel = values.pop("kernel")
-    return f"{kernel}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+    Layer times against the floor, the front beside its peer, decode throughput, expert load by rank, and where a
+    serving plan's configurations come from. Nothing is run. Light and dark. Example: `rankmoe report --out report.html`
+    """
+    from rankmoe.report.page import write_report
 
-
-def _batches_of(key: TuningKey, preset: ModelPreset, placement: ExpertPlacement, batches: list[int]) -> str:
-    """The batch sizes that look a key up, as ranges."""
-    from rankmoe.tuned import expected_rows
-
-    top_k = preset.router.top_k
-    own = [
-        tokens
-        for tokens in batches
-        if expected_rows(tokens * top_k, placement.num_local_experts, placement.num_experts) == key.expected_rows
-    ]
-    return f"{own[0]}" if len(own) == 1 else f"{own[0]}-{own[-1]}"
+    try:
+        count = write_report(records, out)
+    except OSError as error:
+        raise ValueError(f"{error}") from error
+    print(f"{out}: {count} records")
 
 
 @bench.command("layer")
@@ -639,6 +634,37 @@ def bench_decode(
         highlight=False,
     )
     _print_table(console, table_rows(record))
+
+
+@bench.command("routing")
+def bench_routing(
+    model: _MODEL = "kimi-k3",
+    ep: _EP = 8,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text for nano to read; skewed random logits by default."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of skewed random logits.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="Where to write the JSON record; nowhere by default.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Count the slots that each expert gets: of real text through nano, or of skewed random logits.
+
+    Runs on the CPU in seconds; `rankmoe report` draws the record. Example: `rankmoe bench routing --model kimi-k3`
+    """
+    from rankmoe.bench.routing import run
+
+    record = run(model, ep, text, tokens)
+    if _hand_out(record, output, as_json):
+        return
+    console = Console()
+    console.print(f"{model}, {record.notes['source']}: slots of an expert", highlight=False)
+    rows = [["layer", "mean", "smallest", "largest", "experts without a token"]]
+    for row in record.rows:
+        counts = row["counts"]
+        cells = (row["layer"], f"{sum(counts) / len(counts):.1f}", min(counts), max(counts), counts.count(0))
+        rows.append([str(cell) for cell in cells])
+    _print_table(console, rows)
 
 
 def _hand_out(record: Record, output: Path | None, as_json: bool) -> bool:

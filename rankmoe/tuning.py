@@ -287,3 +287,21 @@ def coverage(keys: Iterable[TuningKey], fingerprint: str, device_name: str) -> l
         values, source = tuned.lookup(key, fingerprint, device_name)
         found.append(Coverage(key, default_of(key) if values is None else dict(values), source))
     return found
+
+
+def config_text(config: GemmConfig | dict[str, Any]) -> str:
+    """A configuration as `decode: warps 8, depth 1, ...`."""
+    values = dict(config) if isinstance(config, dict) else config_values(config)
+    kernel = values.pop("kernel")
+    return f"{kernel}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def batches_of(key: TuningKey, preset: ModelPreset, placement: ExpertPlacement, batches: Sequence[int]) -> str:
+    """The batch sizes that look a key up, as ranges; ``batches`` rise."""
+    top_k = preset.router.top_k
+    own = [
+        tokens
+        for tokens in batches
+        if expected_rows(tokens * top_k, placement.num_local_experts, placement.num_experts) == key.expected_rows
+    ]
+    return f"{own[0]}" if len(own) == 1 else f"{own[0]}-{own[-1]}"

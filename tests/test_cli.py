@@ -21,7 +21,8 @@ from rankmoe.packed import load_packed
 from rankmoe.types import ExpertPlacement, SiTU
 
 PACK_NANO = ["pack", str(NANO), "--model", "nano", "--out", os.devnull]
-COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"], ["bench", "layer"], ["bench", "front"]]
+COMMANDS = [["info"], ["check"], ["generate"], ["pack"], ["tune"], ["report"]]
+COMMANDS += [["bench", "layer"], ["bench", "front"], ["bench", "decode"], ["bench", "routing"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -42,11 +42,20 @@ class Record:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write beside the path, then rename, so that a reader never sees half a record."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(self.to_json())
+        """Write the record, whole or not at all."""
+        write_whole(path, self.to_json())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside the path, then rename, so that a reader never sees half a file and a fault leaves none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def device_name(device_type: str) -> str:

@@ -1,0 +1,1 @@
+"""`rankmoe report`: benchmark records as one HTML page that needs nothing from outside."""
