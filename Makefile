@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types tables figures format clean
+.PHONY: demo test lint types tables figures format clean kernel
 
 # A source file of the standard library that the embedded model was not trained on.
 DEMO_MODULE ?= sched
@@ -46,6 +46,10 @@ tables: $(INSTALLED)
 # The figures of the README, from the same records.
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/figures.py
+
+# The layout of a Hugging Face `kernels` repository, in build/torch-universal.
+kernel: $(INSTALLED)
+	$(BIN)/python tools/hub_kernel.py .
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

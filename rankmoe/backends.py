@@ -226,7 +226,7 @@ def cuda_kernel(operation: Literal["front", "schedule", "combine"], device: torc
         return None
     from rankmoe.kernels import nvrtc
 
-    return import_module(f"rankmoe.kernels.{operation}_cuda") if nvrtc.can_launch(device) else None
+    return import_module(f"{__package__}.kernels.{operation}_cuda") if nvrtc.can_launch(device) else None
 
 
 @cache
@@ -238,4 +238,4 @@ def triton_kernel(
         return None
     from rankmoe.kernels import triton_support
 
-    return import_module(f"rankmoe.kernels.{operation}_triton") if triton_support.available(device) else None
+    return import_module(f"{__package__}.kernels.{operation}_triton") if triton_support.available(device) else None

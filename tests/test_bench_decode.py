@@ -5,12 +5,14 @@ import itertools
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from rankmoe.bench import decode
 from rankmoe.bench.decode import DecodeError, DecodeOptions, run, table_rows
 from rankmoe.bench.decode_model import CACHE_PARTS, SIZES, layer_nbytes, make_model
 from rankmoe.bench.decode_step import arms, step
 from rankmoe.bench.record import Record
+from rankmoe.cli import app
 from rankmoe.kernels import experts_cuda
 from rankmoe.models.presets import get_preset
 from rankmoe.moe import Workspace
@@ -142,3 +144,18 @@ def test_on_a_gpu_arms_agree_and_pick_the_same_configurations():
     assert details["profile_runs"]["b"] == details["profile_runs"]["c"] == 0
     assert details["picks"]["held"].keys() == details["picks"]["fresh"].keys()
     assert len(details["picks"]["held"]) == 2
+
+
+def test_the_command_says_what_the_arms_picked_and_searched(monkeypatch):
+    rows = [
+        {"batch": 8, "arm": arm, "tuning": "fresh", "tokens_per_s": 100.0, "step_us": 8e4, "spread": 0.0}
+        for arm in "abc"
+    ]
+    details = {"active_experts": 15.1, "identical_picks": True, "profile_runs": {"a": 28, "b": 0, "c": 0}, "picks": {}}
+    notes = {"num_layers": 92, "distinct_layers": 52, "batches": {"8": details}}
+    monkeypatch.setattr(
+        decode, "run", lambda options, progress: Record("decode", "nano", "somewhere", rows, notes=notes)
+    )
+    output = CliRunner().invoke(app, ["bench", "decode", "--model", "nano"], env={"COLUMNS": "160"}).output
+    assert "batch 8: the arms picked the same configurations" in output
+    assert "a 28, b 0, c 0" in output
