@@ -634,6 +634,14 @@ def bench_decode(
         highlight=False,
     )
     _print_table(console, table_rows(record))
+    for size, details in notes["batches"].items():
+        if details["profile_runs"]:
+            runs = ", ".join(f"{arm} {count}" for arm, count in details["profile_runs"].items())
+            same = "the same" if details["identical_picks"] else "different"
+            console.print(
+                f"batch {size}: the arms picked {same} configurations; candidates timed by the fresh search: {runs}",
+                highlight=False,
+            )
 
 
 @bench.command("routing")
