@@ -12,12 +12,13 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from rankmoe.files import replacing
 
 # fmt: off
 DTYPES = {  # safetensors' names
@@ -159,19 +160,11 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     """Write a file, replacing the one that is there; returns its size in bytes.
 
     Tensors may be strided and on any device; they are brought to the host one slice of their first dimension at a time.
-    The file is written in a hidden folder beside its place and renamed when all of it is on the disk, so that a failure
-    leaves the old one as it was.
+    A failure leaves the old one as it was; see ``rankmoe.files.replacing``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as hidden:
-        staging = Path(hidden) / path.name
-        with staging.open("wb") as file:
-            file.write(header_bytes(tensors, metadata))
-            for tensor in tensors.values():
-                for part in tensor:
-                    file.write(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        os.replace(staging, path)
-    return size
+    with replacing(path) as file:
+        file.write(header_bytes(tensors, metadata))
+        for tensor in tensors.values():
+            for part in tensor:
+                file.write(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return file.tell()

@@ -10,8 +10,6 @@ import fcntl
 import itertools
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rankmoe import tuned
 from rankmoe.distributed import ExpertParallelGroup
+from rankmoe.files import replacing
 from rankmoe.kernels.experts_cuda import (
     FEW_ROWS,
     ExpertsConfig,
@@ -246,15 +245,8 @@ def _write(path: Path, fingerprint: str, entries: dict[str, Any]) -> None:
             "fingerprint": fingerprint,
             "entries": {**tuned.read_file(path, fingerprint), **entries},
         }
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_text(content))
-            os.chmod(temporary, 0o644)  # temporary files are their owner's alone
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replacing(path) as file:
+            file.write(_text(content).encode())
 
 
 def _text(content: dict[str, Any]) -> str:

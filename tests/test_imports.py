@@ -14,7 +14,7 @@ import rankmoe
 PACKAGE = Path(rankmoe.__file__).parent
 # types <- operations <- moe <- runner and models <- everything else (cli, bench, integrations, ...).
 LAYERS = [
-    {"types", "env"},
+    {"types", "env", "files"},
     {
         *("activation", "backends", "combine", "experts", "front", "kernels", "layout", "pack", "quantize"),
         *("reference", "route", "routing_metadata", "schedule", "tuned"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import platform
 import re
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 import rankmoe
 from rankmoe.env import recorded_commit
+from rankmoe.files import replacing
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,9 @@ class Record:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the path, then rename, so that a reader never sees half a file and a fault leaves none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    """Write a file so that a reader never sees half of it and a fault leaves none."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def device_name(device_type: str) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from rankmoe.env import cache_directory, uses_programmatic_launch
+from rankmoe.files import replacing
 
 #: Architectures whose own instructions the kernels use, by compute capability.
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -163,18 +163,8 @@ def _read_cubin(path: Path) -> bytes | None:
 
 
 def _write_cubin(path: Path, cubin: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_FORMAT + hashlib.sha256(cubin).digest() + cubin)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError:
-        pass
+    with suppress(OSError), replacing(path) as file:
+        file.write(_FORMAT + hashlib.sha256(cubin).digest() + cubin)
 
 
 #: Macros of a kernel as a key of caches.
