@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rankmoe.activation import apply_activation
 from rankmoe.backends import get_backend
 from rankmoe.bench.cases import random_weight
+from rankmoe.bench.exact import down_float64, gate_up_float64
 from rankmoe.bench.record import Record, device_name
 from rankmoe.bench.timing import capture_launches, time_launches
 from rankmoe.combine import combine
@@ -18,7 +18,6 @@ from rankmoe.front import FrontResult, route_quantize
 from rankmoe.models.presets import ModelPreset
 from rankmoe.moe import Workspace, fused_moe, routed_moe
 from rankmoe.pack import id_space
-from rankmoe.quantize import dequantize, quantize_mxfp8
 from rankmoe.types import MAX_FRONT_TOKENS, ExpertPlacement, ExpertSchedule, ExpertWeights, MXTensor, Problem
 
 #: How logits are drawn.
@@ -293,22 +292,11 @@ def _composition(
 
 def _layer_float64(options: LayerCudaOptions, experts: _Experts, batch: _Batch) -> torch.Tensor:
     """[T, H] float64 sums of the active experts over dequantised operands, the middle quantised as the rules say."""
-    schedule, x = batch.schedule, dequantize(batch.front.x, torch.float64)
-    num_rows = int(schedule.expert_offsets[-1])
-    rows = torch.zeros(num_rows + 1, x.shape[1], dtype=torch.float64, device=x.device)
-    offsets = schedule.expert_offsets.tolist()
-    for expert in range(schedule.num_local_experts):
-        own = slice(offsets[expert], offsets[expert + 1])
-        if own.start == own.stop:
-            continue
-        accumulators = x[schedule.row_tokens[own].long()] @ dequantize(experts.w13[expert], torch.float64).T
-        if experts.biases:
-            accumulators = accumulators + experts.biases["w13_bias"][expert].double()
-        middle = apply_activation(accumulators, options.preset.activation)
-        middle = dequantize(quantize_mxfp8(middle.float()), torch.float64)
-        rows[own] = middle @ dequantize(experts.w2[expert], torch.float64).T
-        if experts.biases:
-            rows[own] += experts.biases["w2_bias"][expert].double()
+    schedule, biases = batch.schedule, experts.biases
+    middle = gate_up_float64(batch.front.x, schedule, experts.w13, biases.get("w13_bias"), options.preset.activation)
+    rows = down_float64(middle, schedule, experts.w2, biases.get("w2_bias"))
+    num_rows = len(rows)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # of slots that are not here
     weights = torch.where(schedule.slot_rows >= 0, batch.front.routing.topk_weights, 0.0).double()
     slots = torch.where(schedule.slot_rows >= 0, schedule.slot_rows, num_rows).long()
     return (weights[..., None] * rows[slots]).sum(1)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rankmoe.activation import apply_activation
 from rankmoe.bench.cases import random_weight
+from rankmoe.bench.exact import down_float64, gate_up_float64
 from rankmoe.bench.timing import Launches, capture_launches, time_launches
 from rankmoe.experts import pack_experts
 from rankmoe.kernels import experts_cuda
@@ -178,22 +178,12 @@ class GpuProfiler:
 
     def _expected(self, key: TuningKey, case: _Case) -> torch.Tensor:
         """[R, out] float64 of the routing that is checked."""
-        schedule, is_gate_up = case.schedules[case.checked], key.stage == "gate_up"
-        weight, bias = (self._w13, self._weights.w13_bias) if is_gate_up else (self._w2, self._weights.w2_bias)
-        offsets, parts = schedule.expert_offsets.tolist(), []
-        rows = dequantize((case.x if is_gate_up else case.middles)[case.checked], torch.float64)
-        for expert in range(schedule.num_local_experts):
-            own = slice(offsets[expert], offsets[expert + 1])
-            if own.start == own.stop:
-                continue
-            inputs = rows[schedule.row_tokens[own].long()] if is_gate_up else rows[own]
-            product = inputs @ dequantize(weight[expert], torch.float64).T
-            parts.append(product if bias is None else product + bias[expert].double())
-        result = torch.cat(parts)
-        if not is_gate_up:
-            return result
-        activated = apply_activation(result, self._preset.activation).float()
-        return dequantize(quantize_mxfp8(activated), torch.float64)
+        schedule, weights = case.schedules[case.checked], self._weights
+        if key.stage == "gate_up":
+            x = case.x[case.checked]
+            return gate_up_float64(x, schedule, self._w13, weights.w13_bias, self._preset.activation)
+        middle = dequantize(case.middles[case.checked], torch.float64)
+        return down_float64(middle, schedule, self._w2, weights.w2_bias)
 
 
 def _random(num_rows: int, num_columns: int, generator: torch.Generator) -> torch.Tensor:
