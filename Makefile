@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types tables figures format clean kernel
+.PHONY: demo test lint types tables figures format clean contracts kernel
 
 # A source file of the standard library that the embedded model was not trained on.
 DEMO_MODULE ?= sched
@@ -46,6 +46,10 @@ tables: $(INSTALLED)
 # The figures of the README, from the same records.
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/figures.py
+
+# What the engines' adapters rely on, against the engines' published sources (some 190 MB, fetched once).
+contracts: $(INSTALLED)
+	$(BIN)/python -m pytest contracts
 
 # The layout of a Hugging Face `kernels` repository, in build/torch-universal.
 kernel: $(INSTALLED)

@@ -1,0 +1,81 @@
+"""Published sources of the engines, fetched from the package index without being installed, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+import urllib.parse
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+#: A project's files as JSON (PEP 691).
+INDEX = "https://pypi.org/simple/{name}/"
+_INDEX_TYPE = {"Accept": "application/vnd.pypi.simple.v1+json"}
+_TIMEOUT = 180
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One file of a release: the smallest that has the Python sources.
+
+    ending: how its name ends. root: the folder in it that holds the import packages.
+    """
+
+    name: str
+    version: str
+    ending: str
+    root: str = ""
+
+
+SGLANG = Distribution("sglang", "0.5.23", "cp312-cp312-manylinux_2_34_x86_64.whl")
+VLLM = Distribution("vllm", "0.33.0", ".tar.gz", "vllm-0.33.0")
+FLASHINFER = Distribution("flashinfer-python", "0.7.4", "py3-none-any.whl")
+
+
+def sources(distribution: Distribution) -> Path:
+    """The folder with the distribution's Python files; fetched on first use."""
+    folder = _cache() / f"{distribution.name}-{distribution.version}"
+    if not (folder / ".complete").exists():
+        archive = _download(distribution)
+        folder.mkdir(parents=True, exist_ok=True)
+        _extract(archive, folder)
+        archive.unlink()
+        (folder / ".complete").touch()
+    return folder / distribution.root
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rankmoe-contracts"
+
+
+def _download(distribution: Distribution) -> Path:
+    index = INDEX.format(name=distribution.name)
+    with urllib.request.urlopen(urllib.request.Request(index, headers=_INDEX_TYPE), timeout=_TIMEOUT) as response:
+        files = json.load(response)["files"]
+    stem = f"{distribution.name.replace('-', '_')}-{distribution.version}"
+    (file,) = (f for f in files if f["filename"].startswith(stem) and f["filename"].endswith(distribution.ending))
+    _cache().mkdir(parents=True, exist_ok=True)
+    target, digest = _cache() / f"{file['filename']}.part", hashlib.sha256()
+    url = urllib.parse.urljoin(index, file["url"])
+    with urllib.request.urlopen(url, timeout=_TIMEOUT) as response, target.open("wb") as out:
+        while chunk := response.read(1 << 20):
+            out.write(chunk)
+            digest.update(chunk)
+    if digest.hexdigest() != file["hashes"]["sha256"]:
+        raise RuntimeError(f"{url}: expected sha256 {file['hashes']['sha256']}, got {digest.hexdigest()}")
+    return target
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    """Python files and entry points alone."""
+    if ".whl" in archive.name:
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith((".py", "entry_points.txt"))])
+    else:
+        with tarfile.open(archive) as source:
+            members = [member for member in source if member.isfile() and member.name.endswith((".py", ".toml"))]
+            source.extractall(folder, members, filter="data")
