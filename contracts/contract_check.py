@@ -144,6 +144,7 @@ def _find(root: Path, path: str, name: str) -> ast.AST:
 
 def _names(path: Path) -> set[str]:
     names: set[str] = set()
+    node: ast.AST
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
@@ -164,9 +165,13 @@ def _set_names(node: ast.ClassDef) -> list[str]:
             names.append(item.name)
         elif isinstance(item, ast.Assign):
             names += [target.id for target in item.targets if isinstance(target, ast.Name)]
-    for item in ast.walk(node):
+    for inner in ast.walk(node):
         targets = (
-            item.targets if isinstance(item, ast.Assign) else [item.target] if isinstance(item, ast.AnnAssign) else []
+            inner.targets
+            if isinstance(inner, ast.Assign)
+            else [inner.target]
+            if isinstance(inner, ast.AnnAssign)
+            else []
         )
         names += [
             target.attr
