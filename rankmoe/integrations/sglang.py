@@ -21,6 +21,7 @@ from sglang.srt.layers.moe.utils import get_moe_runner_backend, resolve_moe_runn
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from rankmoe.integrations import sglang_experts
+from rankmoe.integrations.mxfp4_layers import free_loaded
 from rankmoe.types import ExpertWeights
 
 NAME = "rankmoe"
@@ -114,9 +115,7 @@ def _process_weights_after_loading(original: Callable[..., Any], method: Any, la
     if not is_chosen():
         return original(method, layer)
     setattr(layer, _ATTRIBUTE, sglang_experts.pack_layer(layer, method.moe_runner_config))
-    for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
-        parameter = getattr(layer, name)
-        parameter.data = parameter.data.new_empty(0)  # packed now; the memory is free
+    free_loaded(layer)
     return None
 
 

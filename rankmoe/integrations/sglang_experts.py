@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rankmoe.backends import cuda_kernel
-from rankmoe.experts import pack_experts
 from rankmoe.front import route_quantize
+from rankmoe.integrations.mxfp4_layers import pack_loaded
 from rankmoe.moe import fused_moe
 from rankmoe.quantize import quantize_mxfp8
 from rankmoe.types import (
@@ -46,10 +46,9 @@ def activation_of(config: Any) -> Activation:
 
 
 def pack_layer(layer: Any, config: Any) -> ExpertWeights:
-    """Pack a loaded MXFP4 layer's experts (``Mxfp4MoEMethod.create_weights``) where they lie, one at a time.
+    """Pack a loaded MXFP4 layer's experts (``Mxfp4MoEMethod.create_weights``); see ``mxfp4_layers.pack_loaded``.
 
-    layer: with ``w13_weight`` [L, 2 I, H / 2] and ``w13_weight_scale`` [L, 2 I, H / 32] uint8, gates first, or gates
-        and ups alternating where ``gate_up_interleaved`` and an alpha say so; ``w2_weight`` and its scale; biases.
+    config: its ``MoeRunnerConfig``; rows alternate where ``gate_up_interleaved`` and an alpha say so.
     Raises ValueError for fused shared experts, padded sizes, and an activation that the experts cannot have.
     """
     activation = activation_of(config)
@@ -57,28 +56,15 @@ def pack_layer(layer: Any, config: Any) -> ExpertWeights:
         raise ValueError(
             f"moe_runner_config.num_fused_shared_experts: expected 0, got {config.num_fused_shared_experts}"
         )
-    placement = ExpertPlacement(config.num_experts, config.moe_ep_size, config.moe_ep_rank)
-    width = config.intermediate_size_per_partition
-    w13 = MXTensor(layer.w13_weight.data, layer.w13_weight_scale.data, "mxfp4")
-    w2 = MXTensor(layer.w2_weight.data, layer.w2_weight_scale.data, "mxfp4")
-    expected = (placement.num_local_experts, 2 * width, config.hidden_size)
-    if w13.shape != expected:
-        raise ValueError(f"layer.w13_weight: expected {expected} unpadded, got {w13.shape}")
-    w13_bias, w2_bias = (_bias_of(getattr(layer, name, None)) for name in ("w13_weight_bias", "w2_weight_bias"))
-    if config.activation == "silu" and config.gemm1_alpha is not None and config.gate_up_interleaved:
-        w13 = MXTensor(_gates_first(w13.data), _gates_first(w13.scale), "mxfp4")
-        w13_bias = None if w13_bias is None else _gates_first(w13_bias)
-    return pack_experts(w13, w2, activation, placement, w13_bias=w13_bias, w2_bias=w2_bias)
-
-
-def _bias_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """float32; None where there is none, or SGLang made one of zeros for a model without."""
-    return None if parameter is None or not bool(parameter.any()) else parameter.data.float()
-
-
-def _gates_first(rows: torch.Tensor) -> torch.Tensor:
-    """[L, 2 I, ...] of alternating gates and ups to all gates, then all ups."""
-    return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+    return pack_loaded(
+        layer,
+        activation,
+        ExpertPlacement(config.num_experts, config.moe_ep_size, config.moe_ep_rank),
+        config.hidden_size,
+        config.intermediate_size_per_partition,
+        is_alternating=config.activation == "silu" and config.gemm1_alpha is not None and config.gate_up_interleaved,
+        bias_names=("w13_weight_bias", "w2_weight_bias"),
+    )
 
 
 def run_experts(
