@@ -65,7 +65,12 @@ EXPECTED = [
     Member(_HOOKS, "HookType", "AROUND", "around"),
     # Where Kimi-K3's two constants of SiTU stand.
     *(Text("sglang/srt/layers/moe/fused_moe_native.py", name) for name in ("situ",)),
-    Fields("sglang/srt/models/kimi_k3.py", "KimiK3MoE", ("experts",)),
+    Function(
+        "sglang/srt/models/kimi_k3.py",
+        "KimiK3MoE._forward_routed",
+        ("self", "hidden_states", "router_logits", "routed_input", "latent"),
+        True,
+    ),
 ]
 
 

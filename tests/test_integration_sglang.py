@@ -194,7 +194,7 @@ class HookType(enum.Enum):
 @pytest.fixture
 def sglang(monkeypatch):
     """(adapter, what it registered): hooks by target, runner cores, choices, the chosen backend, what was staged."""
-    state = types.SimpleNamespace(hooks={}, cores={}, choices=[], chosen="rankmoe", staged=None)
+    state = types.SimpleNamespace(hooks={}, cores={}, choices=[], chosen="rankmoe", staged=None, requested=None)
     backend = lambda name: types.SimpleNamespace(value=name)  # noqa: E731
 
     class Core:
@@ -226,7 +226,10 @@ def sglang(monkeypatch):
 
     names = {
         "arg_groups.choices": {"add_moe_runner_backend_choices": state.choices.extend},
-        "layers.moe.route_quant_handoff": {"take": lambda x: state.staged},
+        "layers.moe.route_quant_handoff": {
+            "take": lambda x: state.staged,
+            "stage": lambda x: setattr(state, "requested", x),
+        },
         "layers.moe.moe_runner.base": {"DispatchMoeRunnerCore": Core, "MoeQuantInfo": QuantInfo},
         "layers.moe.moe_runner.runner": {"MoeRunner": Runner, "register_moe_runner_core": register_core},
         "layers.moe.token_dispatcher.standard": {"StandardCombineInput": Combine},
@@ -316,6 +319,10 @@ def test_a_server_with_another_backend_runs_as_if_nothing_were_installed(sglang)
         return "own"
 
     for hook, arguments in (
+        (
+            state.hooks["sglang.srt.models.kimi_k3.KimiK3MoE._forward_routed"],
+            ("block", "x", "logits", "rows", "latent"),
+        ),
         (method_of(state, "create_moe_runner"), ("method", "layer", "config")),
         (method_of(state, "process_weights_after_loading"), ("method", "layer")),
         (method_of(state, "apply"), ("method", "layer", "dispatched")),
@@ -325,6 +332,13 @@ def test_a_server_with_another_backend_runs_as_if_nothing_were_installed(sglang)
     ):
         assert hook(original, *arguments) == "own"
         assert calls[-1][0] == arguments
+    assert state.requested is None
+
+
+def test_kimi_k3_stages_its_rows_for_the_front(sglang):
+    _, state = sglang
+    hook = state.hooks["sglang.srt.models.kimi_k3.KimiK3MoE._forward_routed"]
+    assert hook(lambda *arguments: (state.requested, arguments), 1, 2, 3, "rows", 5) == ("rows", (1, 2, 3, "rows", 5))
 
 
 def test_the_front_is_ours_where_the_backend_is(sglang):

@@ -27,6 +27,7 @@ from rankmoe.types import ExpertWeights
 NAME = "rankmoe"
 _METHOD = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"
 _FRONT = "sglang.kernels.ops.moe.moe_route_quant_fused"
+_KIMI_K3 = "sglang.srt.models.kimi_k3.KimiK3MoE"
 _ATTRIBUTE = "_rankmoe_experts"
 _is_registered = False
 
@@ -89,6 +90,7 @@ def register() -> None:
         (f"{_METHOD}.create_moe_runner", _create_moe_runner),
         (f"{_METHOD}.process_weights_after_loading", _process_weights_after_loading),
         (f"{_METHOD}.apply", _apply),
+        (f"{_KIMI_K3}._forward_routed", _forward_routed),
         (f"{_FRONT}.available", _front_available),
         (f"{_FRONT}.covered", _front_covered),
         (f"{_FRONT}.route_quant_fused", _route_quant_fused),
@@ -123,6 +125,15 @@ def _apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_outpu
     if not is_chosen():
         return original(method, layer, dispatch_output)
     return method.runner.run(dispatch_output, RankmoeQuantInfo(getattr(layer, _ATTRIBUTE)))
+
+
+def _forward_routed(
+    original: Callable[..., Any], block: Any, hidden_states: Any, router_logits: Any, routed_input: Any, latent: Any
+) -> Any:
+    # The block itself stages for SGLang's own runner alone; it clears whatever was staged in any case.
+    if is_chosen():
+        route_quant_handoff.stage(routed_input)
+    return original(block, hidden_states, router_logits, routed_input, latent)
 
 
 def _front_available(original: Callable[..., Any]) -> Any:
