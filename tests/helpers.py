@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,17 @@ def random_batch(
     """Hidden states [T, H] bfloat16 and router logits [T, E] float32."""
     hidden_states = torch.randn(num_tokens, hidden_size, generator=seeded(seed)).bfloat16()
     return hidden_states, torch.randn(num_tokens, num_experts, generator=seeded(seed + 1))
+
+
+def put_modules(monkeypatch, names: dict[str, dict[str, object]]) -> None:
+    """Make modules of a library that is not installed importable: by their dotted names, what stands in them."""
+    for path, values in names.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            full = ".".join(parts[:end])
+            if full not in sys.modules:
+                monkeypatch.setitem(sys.modules, full, types.ModuleType(full))
+            if end > 1:
+                monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[full], False)
+        for name, value in values.items():
+            monkeypatch.setattr(sys.modules[path], name, value, raising=False)

@@ -6,12 +6,11 @@ import contextlib
 import enum
 import importlib
 import sys
-import types
 from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import random_mxfp4, seeded
+from helpers import put_modules, random_mxfp4, seeded
 
 from rankmoe.combine import combine
 from rankmoe.experts import pack_experts
@@ -150,16 +149,21 @@ def flashinfer(monkeypatch):
         tuned.append((tune_mode, cache, len(calls)))
         yield
 
-    host = types.ModuleType("flashinfer")
-    host.autotune, host.shuffle_matrix_a, host.shuffle_matrix_sf_a = autotune, shuffle, shuffle
-    fused_moe, core, enums = (
-        types.ModuleType(f"flashinfer.{n}") for n in ("fused_moe", "fused_moe.core", "tllm_enums")
+    put_modules(
+        monkeypatch,
+        {
+            "flashinfer": {"autotune": autotune, "shuffle_matrix_a": shuffle, "shuffle_matrix_sf_a": shuffle},
+            "flashinfer.fused_moe": {
+                "trtllm_fp4_block_scale_routed_moe": lambda **a: routed_moe_of_flashinfer(calls, **a)
+            },
+            "flashinfer.fused_moe.core": {"TrtllmMoERoutingMetadataSlot": Slot},
+            "flashinfer.tllm_enums": {
+                "ActivationType": ActivationType,
+                "RoutingMethodType": RoutingMethodType,
+                "SfLayout": SfLayout,
+            },
+        },
     )
-    fused_moe.trtllm_fp4_block_scale_routed_moe = lambda **a: routed_moe_of_flashinfer(calls, **a)
-    core.TrtllmMoERoutingMetadataSlot = Slot
-    enums.ActivationType, enums.RoutingMethodType, enums.SfLayout = ActivationType, RoutingMethodType, SfLayout
-    for module in (host, fused_moe, core, enums):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "rankmoe.integrations.flashinfer", raising=False)
     adapter = importlib.import_module("rankmoe.integrations.flashinfer")
     yield adapter, calls, tuned

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import random_mxfp4, seeded
+from helpers import put_modules, random_mxfp4, seeded
 
 from rankmoe.experts import pack_experts
 from rankmoe.front import route_quantize
@@ -239,16 +239,7 @@ def sglang(monkeypatch):
         },
         "plugins.hook_registry": {"HookRegistry": Registry, "HookType": HookType},
     }
-    for path, values in names.items():
-        parts = ["sglang", "srt", *path.split(".")]
-        for end in range(1, len(parts) + 1):
-            full = ".".join(parts[:end])
-            if full not in sys.modules or not isinstance(sys.modules[full], types.ModuleType):
-                monkeypatch.setitem(sys.modules, full, types.ModuleType(full))
-            if end > 1:
-                monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[full], False)
-        for name, value in values.items():
-            monkeypatch.setattr(sys.modules[full], name, value, raising=False)
+    put_modules(monkeypatch, {f"sglang.srt.{path}": values for path, values in names.items()})
     monkeypatch.delitem(sys.modules, "rankmoe.integrations.sglang", raising=False)
     adapter = importlib.import_module("rankmoe.integrations.sglang")
     adapter.register()

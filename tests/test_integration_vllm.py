@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
-import types
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import random_mxfp4, seeded
+from helpers import put_modules, random_mxfp4, seeded
 
 from rankmoe.experts import pack_experts
 from rankmoe.integrations import vllm_experts
@@ -251,16 +250,7 @@ def vllm(monkeypatch):
         f"{layers}.quantization": {"register_quantization_config": register},
         f"{layers}.quantization.mxfp4": {"Mxfp4Config": Mxfp4Config, "Mxfp4MoEMethod": Mxfp4MoEMethod},
     }
-    for path, values in names.items():
-        parts = ["vllm", *path.split(".")]
-        for end in range(1, len(parts) + 1):
-            full = ".".join(parts[:end])
-            if full not in sys.modules:
-                monkeypatch.setitem(sys.modules, full, types.ModuleType(full))
-            if end > 1:
-                monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[full], False)
-        for name, value in values.items():
-            monkeypatch.setattr(sys.modules[full], name, value, raising=False)
+    put_modules(monkeypatch, {f"vllm.{path}": values for path, values in names.items()})
     monkeypatch.delitem(sys.modules, "rankmoe.integrations.vllm", raising=False)
     adapter = importlib.import_module("rankmoe.integrations.vllm")
     adapter.register()
