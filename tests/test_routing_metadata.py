@@ -89,6 +89,33 @@ def test_the_tiles_are_those_that_a_router_makes(fill, num_tokens, top_k, num_ex
     assert len(tiles) <= len(metadata.cta_idx_xy_to_batch_idx) == max_num_tiles(ids.numel(), num_experts, tile_n)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_one_graph_fills_the_metadata_of_every_batch():
+    generator = seeded(1)
+    ids = torch.zeros(64, 16, dtype=torch.int32, device=DEVICE)
+    metadata = allocate(ids, IdSpace(896, 112), 8)
+
+    def fill() -> None:
+        schedule = build_schedule(ids, 112, num_experts=896, local_expert_offset=112)
+        fill_routing_metadata(metadata, schedule, 112, 8)
+
+    fill()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fill()
+    for _ in range(5):
+        ids.copy_(torch.stack([torch.randperm(896, generator=generator)[:16] for _ in range(64)]))
+        graph.replay()
+        tiles, slots, tokens, counts = routed_elsewhere(ids.cpu(), 112, 896, 112, 8)
+        assert metadata.num_non_exiting_ctas.tolist() == [len(tiles)]
+        assert metadata.expanded_idx_to_permuted_idx.tolist() == slots
+        assert metadata.permuted_idx_to_token_idx[: len(tokens)].tolist() == tokens
+        assert metadata.num_tokens_per_expert.tolist() == counts
+        assert metadata.cta_idx_xy_to_mn_limit[: len(tiles)].tolist() == [limit for _, limit in tiles]
+
+
 def test_more_tiles_than_allowed_for_cannot_be():
     # One token for each expert first, then full tiles to one of them.
     assert max_num_tiles(64 * 16, 128, 8) == 128 + (1024 - 128) // 8

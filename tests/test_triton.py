@@ -336,6 +336,17 @@ def test_packing_ids_that_were_routed_elsewhere(dtype, local_range):
     check_pack(wide, torch.rand(4, 300, generator=seeded(4)).T, 40, local_range)
 
 
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("local_range", [None, LocalRange(112, 112)], ids=str)
+def test_packing_many_tokens_on_a_gpu(local_range):
+    ids = torch.randint(-1, 896, (16_384, 16), generator=seeded(5), dtype=torch.int32)
+    weights = torch.rand(16_384, 16, generator=seeded(6))
+    check_pack(ids, weights, 896, local_range)
+    routing = pack_topk(Routing(weights.to(DEVICE), ids.to(DEVICE)), 896, local_range)
+    assert torch.equal(routing.packed.cpu(), pack_topk(Routing(weights, ids), 896, local_range).packed)
+
+
 def test_weights_are_rounded_to_the_nearest_bfloat16():
     bits = torch.arange(-(2**15), 2**15) << 16
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
