@@ -1,4 +1,4 @@
-"""What `rankmoe.integrations.vllm` relies on, in vLLM's published sources."""
+"""What `rankmoe.integrations.vllm` and `vllm_method` rely on, in vLLM's published sources."""
 
 import pytest
 from contract_check import Fields, Function, Member, Name, Text
@@ -7,20 +7,28 @@ from contract_sources import VLLM, sources
 _MOE = "vllm/model_executor/layers/fused_moe"
 _QUANTIZATION = "vllm/model_executor/layers/quantization"
 _KERNEL = f"{_MOE}/modular_kernel.py"
+_CONFIG = f"{_QUANTIZATION}/base_config.py"
 _BASE = f"{_MOE}/fused_moe_method_base.py"
 _MXFP4 = f"{_QUANTIZATION}/mxfp4.py"
 EXPECTED = [
     Text("vllm/plugins/__init__.py", "vllm.general_plugins"),
     Function(f"{_QUANTIZATION}/__init__.py", "register_quantization_config", ("quantization",), True),
-    Function(_MXFP4, "Mxfp4Config._make_moe_method", ("self", "moe"), True),
-    Function(_MXFP4, "Mxfp4Config.get_quant_method", ("self", "layer", "prefix"), True),
+    Function(_CONFIG, "QuantizationConfig.get_quant_method", ("self", "layer", "prefix"), True),
     Function(
-        _MXFP4,
-        "GptOssMxfp4Config.override_quantization_method",
+        _CONFIG,
+        "QuantizationConfig.override_quantization_method",
         ("cls", "hf_quant_cfg", "user_quant", "hf_config"),
         True,
     ),
-    Function(_MXFP4, "GptOssMxfp4Config.get_name", ("cls",), True),
+    Function(_CONFIG, "QuantizationConfig.from_config", ("cls", "config"), True),
+    Fields(
+        _CONFIG,
+        "QuantizationConfig",
+        ("get_name", "get_supported_act_dtypes", "get_min_capability", "get_config_filenames"),
+    ),
+    Name(f"{_MOE}/__init__.py", "RoutedExperts"),
+    Name("vllm/model_executor/layers/linear.py", "LinearBase"),
+    Name("vllm/model_executor/layers/linear.py", "UnquantizedLinearMethod"),
     Function(_MXFP4, "Mxfp4MoEMethod.process_weights_after_loading", ("self", "layer"), True),
     Fields(_MXFP4, "Mxfp4MoEMethod", ("hidden_size", "intermediate_size", "supports_pre_processed_weights")),
     *(Text(_MXFP4, name) for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+import types
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_a_map_of_either_kind_gives_each_rank_its_part_and_padding_nothing(strat
 # --- with stand-ins for vLLM -----------------------------------------------------------------------------------------
 @pytest.fixture
 def vllm(monkeypatch):
-    """(adapter, what it registered by name)."""
+    """(classes of its layers, what the adapter registered by name)."""
     registered: dict[str, type] = {}
 
     class MethodBase:
@@ -188,9 +189,16 @@ def vllm(monkeypatch):
         def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition):
             self.hidden_size, self.intermediate_size = hidden_size, intermediate_size_per_partition
 
-    class Mxfp4Config:
-        def make(self, moe):
-            return self._make_moe_method(moe)
+    class QuantizationConfig:
+        pass
+
+    class RoutedExperts(torch.nn.Module):
+        def __init__(self, moe_config):
+            super().__init__()
+            self.moe_config = moe_config
+
+    class LinearBase(torch.nn.Module):
+        pass
 
     class Modular:
         def __init__(self, moe_config, quant_config):
@@ -247,24 +255,33 @@ def vllm(monkeypatch):
         f"{layers}.fused_moe.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": "unquantized"},
         f"{layers}.fused_moe.fused_moe_method_base": {"FusedMoEMethodBase": MethodBase},
         f"{layers}.fused_moe.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": lambda: "no-op"},
+        f"{layers}.fused_moe": {"RoutedExperts": RoutedExperts},
+        f"{layers}.linear": {"LinearBase": LinearBase, "UnquantizedLinearMethod": lambda: "unquantised"},
         f"{layers}.quantization": {"register_quantization_config": register},
-        f"{layers}.quantization.mxfp4": {"Mxfp4Config": Mxfp4Config, "Mxfp4MoEMethod": Mxfp4MoEMethod},
+        f"{layers}.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
+        f"{layers}.quantization.mxfp4": {"Mxfp4MoEMethod": Mxfp4MoEMethod},
     }
     put_modules(monkeypatch, {f"vllm.{path}": values for path, values in names.items()})
-    monkeypatch.delitem(sys.modules, "rankmoe.integrations.vllm", raising=False)
+    for name in ("vllm", "vllm_method"):
+        monkeypatch.delitem(sys.modules, f"rankmoe.integrations.{name}", raising=False)
     adapter = importlib.import_module("rankmoe.integrations.vllm")
     adapter.register()
     adapter.register()  # vLLM calls it in every process, perhaps twice
-    yield adapter, registered
-    sys.modules.pop("rankmoe.integrations.vllm", None)
+    assert "rankmoe.integrations.vllm_method" not in sys.modules  # until a layer is made
+    yield types.SimpleNamespace(RoutedExperts=RoutedExperts, LinearBase=LinearBase), registered
+    for name in ("vllm", "vllm_method"):
+        sys.modules.pop(f"rankmoe.integrations.{name}", None)
 
 
 def test_a_layer_goes_from_loading_to_output(vllm):
-    _, registered = vllm
+    host, registered = vllm
     (config_cls,) = registered.values()
     assert list(registered) == ["rankmoe"] == [config_cls.get_name()]
     layer, w13, w2, _ = make_layer()
-    method = config_cls().make(Moe())
+    config = config_cls.from_config({"quant_method": "mxfp4"})
+    assert config.get_quant_method(host.LinearBase(), "model.layers.0.mlp") == "unquantised"
+    assert config.get_quant_method(torch.nn.Module(), "model.layers.0.attn") is None
+    method = config.get_quant_method(host.RoutedExperts(Moe()), "model.layers.0.experts")
     assert method.maybe_roundup_sizes(HIDDEN, INTERMEDIATE, torch.bfloat16, None) == (HIDDEN, INTERMEDIATE)
     method.create_weights(layer, 8, HIDDEN, INTERMEDIATE)
     layer._expert_routing_tables = lambda: None
@@ -287,9 +304,10 @@ def test_a_layer_goes_from_loading_to_output(vllm):
 
 
 def test_an_activation_that_is_not_covered_fails_before_weights_are_loaded(vllm):
-    _, registered = vllm
+    host, registered = vllm
+    layer = host.RoutedExperts(replace(Moe(), activation=Activation.GELU))
     with pytest.raises(ValueError, match=r"moe.activation: expected situ"):
-        registered["rankmoe"]().make(replace(Moe(), activation=Activation.GELU))
+        registered["rankmoe"]().get_quant_method(layer, "model.layers.0.experts")
 
 
 @pytest.mark.parametrize(
@@ -308,9 +326,11 @@ def test_a_checkpoint_is_taken_only_where_it_is_asked_for(vllm, checkpoint, aske
     assert registered["rankmoe"].override_quantization_method(checkpoint, asked) == expected
 
 
-def test_the_experts_say_what_they_cover(vllm):
-    adapter, _ = vllm
-    experts = adapter.RankmoeExperts(Moe(), "unquantized")
+@pytest.mark.usefixtures("vllm")
+def test_the_experts_say_what_they_cover():
+    from rankmoe.integrations.vllm_method import RankmoeExperts
+
+    experts = RankmoeExperts(Moe(), "unquantized")
     assert experts.expects_unquantized_inputs
     assert experts.activation_format().value == "standard"
     assert [a for a in Activation if not experts._supports_activation(a)] == [Activation.GELU]
