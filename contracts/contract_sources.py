@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tarfile
+import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
@@ -36,11 +37,26 @@ VLLM = Distribution("vllm", "0.33.0", ".tar.gz", "vllm-0.33.0")
 FLASHINFER = Distribution("flashinfer-python", "0.7.4", "py3-none-any.whl")
 
 
+class UnreachableError(RuntimeError):
+    """The package index did not answer: no contract can be checked here, which is no contract broken."""
+
+
 def sources(distribution: Distribution) -> Path:
-    """The folder with the distribution's Python files; fetched on first use."""
+    """The folder with the distribution's Python files; fetched on first use.
+
+    Raises UnreachableError where the index or a proxy before it refuses or does not answer; whatever else goes wrong
+    with an index that does answer, a release that is gone among it, is an error of its own.
+    """
     folder = _cache() / f"{distribution.name}-{distribution.version}"
     if not (folder / ".complete").exists():
-        archive = _download(distribution)
+        try:
+            archive = _download(distribution)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                raise
+            raise UnreachableError(f"{error.url}: {error}") from error
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            raise UnreachableError(f"{INDEX.format(name=distribution.name)}: {error}") from error
         folder.mkdir(parents=True, exist_ok=True)
         _extract(archive, folder)
         archive.unlink()

@@ -2,7 +2,7 @@
 
 import pytest
 from contract_check import Fields, Function, Member, Name
-from contract_sources import FLASHINFER, sources
+from contract_sources import FLASHINFER
 
 _CORE, _ENUMS = "flashinfer/fused_moe/core.py", "flashinfer/tllm_enums.py"
 EXPECTED = [
@@ -61,5 +61,5 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda e: getattr(e, "member", e.name))
-def test_flashinfer_is_as_the_adapter_takes_it(expected):
-    expected.check(sources(FLASHINFER))
+def test_flashinfer_is_as_the_adapter_takes_it(expected, source_tree):
+    expected.check(source_tree(FLASHINFER))

@@ -2,7 +2,7 @@
 
 import pytest
 from contract_check import Fields, Function, Member, Name, Text
-from contract_sources import SGLANG, sources
+from contract_sources import SGLANG
 
 _MOE = "sglang/srt/layers/moe"
 _METHOD = "sglang/srt/layers/quantization/mxfp4.py"
@@ -79,5 +79,5 @@ def _name(expected):
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=_name)
-def test_sglang_is_as_the_adapter_takes_it(expected):
-    expected.check(sources(SGLANG))
+def test_sglang_is_as_the_adapter_takes_it(expected, source_tree):
+    expected.check(source_tree(SGLANG))

@@ -2,7 +2,7 @@
 
 import pytest
 from contract_check import Fields, Function, Member, Name, Text
-from contract_sources import VLLM, sources
+from contract_sources import VLLM
 
 _MOE = "vllm/model_executor/layers/fused_moe"
 _QUANTIZATION = "vllm/model_executor/layers/quantization"
@@ -137,5 +137,5 @@ def _name(expected):
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=_name)
-def test_vllm_is_as_the_adapter_takes_it(expected):
-    expected.check(sources(VLLM))
+def test_vllm_is_as_the_adapter_takes_it(expected, source_tree):
+    expected.check(source_tree(VLLM))

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import tarfile
+import urllib.error
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "contracts"))
 
 import contract_sources
 from contract_check import Fields, Function, Member, Name, Text
-from contract_sources import Distribution, sources
+from contract_sources import Distribution, UnreachableError, sources
 
 SOURCE = """
 import enum
@@ -141,3 +142,21 @@ def test_sources_are_fetched_once_and_only_what_is_text(tmp_path, monkeypatch, k
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     with pytest.raises(RuntimeError, match=f"expected sha256 {'0' * 64}, got"):
         sources(distribution)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (urllib.error.URLError("no route"), UnreachableError),
+        (urllib.error.HTTPError("https://pypi.org/simple/pkg/", 403, "Forbidden", None, None), UnreachableError),
+        (urllib.error.HTTPError("https://pypi.org/simple/pkg/", 404, "Not Found", None, None), urllib.error.HTTPError),
+    ],
+)
+def test_an_index_that_does_not_answer_is_told_from_a_release_that_is_gone(tmp_path, monkeypatch, error, expected):
+    def urlopen(request, timeout):
+        raise error
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(contract_sources.urllib.request, "urlopen", urlopen)
+    with pytest.raises(expected):
+        sources(Distribution("pkg", "1.0", ".whl"))
