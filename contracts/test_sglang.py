@@ -62,6 +62,7 @@ EXPECTED = [
         True,
     ),
     Function(_HOOKS, "HookRegistry.register", ("target", "hook", "hook_type")),
+    Function(_HOOKS, "HookRegistry.apply_hooks", ("cls",), True),
     Member(_HOOKS, "HookType", "AROUND", "around"),
     # Where Kimi-K3's two constants of SiTU stand.
     *(Text("sglang/srt/layers/moe/fused_moe_native.py", name) for name in ("situ",)),

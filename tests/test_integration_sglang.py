@@ -194,7 +194,9 @@ class HookType(enum.Enum):
 @pytest.fixture
 def sglang(monkeypatch):
     """(adapter, what it registered): hooks by target, runner cores, choices, the chosen backend, what was staged."""
-    state = types.SimpleNamespace(hooks={}, cores={}, choices=[], chosen="rankmoe", staged=None, requested=None)
+    state = types.SimpleNamespace(
+        hooks={}, cores={}, choices=[], chosen="rankmoe", staged=None, requested=None, num_applied=0
+    )
     backend = lambda name: types.SimpleNamespace(value=name)  # noqa: E731
 
     class Core:
@@ -218,7 +220,12 @@ def sglang(monkeypatch):
         @staticmethod
         def register(target, hook, hook_type):
             assert hook_type is HookType.AROUND
+            assert target not in state.hooks
             state.hooks[target] = hook
+
+        @staticmethod
+        def apply_hooks():
+            state.num_applied += 1
 
     def register_core(name, factory):
         assert name not in state.cores
@@ -246,6 +253,12 @@ def sglang(monkeypatch):
     adapter.register()  # once or twice is the same
     yield adapter, state
     sys.modules.pop("rankmoe.integrations.sglang", None)
+
+
+def make_first_layer(monkeypatch, state):
+    """As SGLang does with Kimi-K3's model loaded."""
+    put_modules(monkeypatch, {"sglang.srt.models.kimi_k3": {}})
+    method_of(state, "create_moe_runner")(fail, types.SimpleNamespace(), torch.nn.Module(), Config())
 
 
 def method_of(state, name):
@@ -300,8 +313,19 @@ def test_what_the_runner_does_not_do_is_said(sglang, changes, scale, hooks, mess
         core.run_from_dispatch(dispatched, adapter.RankmoeQuantInfo(experts), config, hooks=hooks)
 
 
-def test_a_server_with_another_backend_runs_as_if_nothing_were_installed(sglang):
+def test_the_fronts_hooks_come_with_kimi_k3s_first_layer_and_once(sglang, monkeypatch):
     _, state = sglang
+    assert len(state.hooks) == 3  # of the MXFP4 method: nothing else is imported for a server that does not ask for us
+    method_of(state, "create_moe_runner")(fail, types.SimpleNamespace(), torch.nn.Module(), Config())
+    assert (len(state.hooks), state.num_applied) == (3, 0)  # another model
+    for _ in range(2):
+        make_first_layer(monkeypatch, state)
+        assert (len(state.hooks), state.num_applied) == (7, 1)
+
+
+def test_a_server_with_another_backend_runs_as_if_nothing_were_installed(sglang, monkeypatch):
+    _, state = sglang
+    make_first_layer(monkeypatch, state)
     state.chosen = "triton"
     calls = []
 
@@ -326,14 +350,16 @@ def test_a_server_with_another_backend_runs_as_if_nothing_were_installed(sglang)
     assert state.requested is None
 
 
-def test_kimi_k3_stages_its_rows_for_the_front(sglang):
+def test_kimi_k3_stages_its_rows_for_the_front(sglang, monkeypatch):
     _, state = sglang
+    make_first_layer(monkeypatch, state)
     hook = state.hooks["sglang.srt.models.kimi_k3.KimiK3MoE._forward_routed"]
     assert hook(lambda *arguments: (state.requested, arguments), 1, 2, 3, "rows", 5) == ("rows", (1, 2, 3, "rows", 5))
 
 
-def test_the_front_is_ours_where_the_backend_is(sglang):
+def test_the_front_is_ours_where_the_backend_is(sglang, monkeypatch):
     _, state = sglang
+    make_first_layer(monkeypatch, state)
     front = "sglang.kernels.ops.moe.moe_route_quant_fused"
     hidden_states, logits = make_batch()
     assert state.hooks[f"{front}.available"](fail) is True

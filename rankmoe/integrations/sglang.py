@@ -8,6 +8,7 @@ SGLang 0.5.23; contracts/ holds the names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,9 @@ from rankmoe.types import ExpertWeights
 NAME = "rankmoe"
 _METHOD = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"
 _FRONT = "sglang.kernels.ops.moe.moe_route_quant_fused"
-_KIMI_K3 = "sglang.srt.models.kimi_k3.KimiK3MoE"
+_KIMI_K3 = "sglang.srt.models.kimi_k3"
 _ATTRIBUTE = "_rankmoe_experts"
-_is_registered = False
+_is_registered = _has_front = False
 
 
 @dataclass
@@ -76,7 +77,7 @@ class RankmoeRunnerCore(DispatchMoeRunnerCore):
 
 
 def register() -> None:
-    """Register the runner core, its flag, the MXFP4 method's use of it, and the front; once or many times is the same.
+    """Register the runner core, its flag, and the MXFP4 method's use of it; once or many times is the same.
 
     The entry point ``rankmoe`` of the group ``sglang.srt.plugins``; SGLang calls it in each of its processes.
     """
@@ -90,12 +91,24 @@ def register() -> None:
         (f"{_METHOD}.create_moe_runner", _create_moe_runner),
         (f"{_METHOD}.process_weights_after_loading", _process_weights_after_loading),
         (f"{_METHOD}.apply", _apply),
-        (f"{_KIMI_K3}._forward_routed", _forward_routed),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _register_front() -> None:
+    """The front's hooks, once Kimi-K3's first layer is made: a hook imports the module that it stands in."""
+    global _has_front
+    if _has_front or _KIMI_K3 not in sys.modules:
+        return
+    _has_front = True
+    for target, hook in (
+        (f"{_KIMI_K3}.KimiK3MoE._forward_routed", _forward_routed),
         (f"{_FRONT}.available", _front_available),
         (f"{_FRONT}.covered", _front_covered),
         (f"{_FRONT}.route_quant_fused", _route_quant_fused),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()  # those of the start are in place already and stay as they are
 
 
 def is_chosen() -> bool:
@@ -108,6 +121,7 @@ def _create_moe_runner(original: Callable[..., Any], method: Any, layer: Any, mo
     if not is_chosen():
         return original(method, layer, moe_runner_config)
     sglang_experts.activation_of(moe_runner_config)  # before weights are loaded
+    _register_front()
     method.moe_runner_config = moe_runner_config
     method.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
     return None
