@@ -13,7 +13,8 @@ class Function:
     """A function or method that the adapter calls or overrides.
 
     path: file under the sources. name: ``function`` or ``Class.method``.
-    parameters: names that the adapter passes or takes. is_complete: there are no others, and this is their order.
+    parameters: names that the adapter passes or takes; ``name=text`` where it also relies on a default.
+    is_complete: there are no others, this is their order, and ``*`` stands before those that go by keyword alone.
     """
 
     path: str
@@ -26,15 +27,26 @@ class Function:
         node = _find(root, self.path, self.name)
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef), f"{self.path}: {self.name} is no function"
         arguments = node.args
-        found = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        missing = [name for name in self.parameters if name not in found]
-        added = [name for name in found if name not in self.parameters]
+        by_place = [*arguments.posonlyargs, *arguments.args]
+        found = [a.arg for a in by_place]
+        if arguments.kwonlyargs:
+            found += ["*", *(a.arg for a in arguments.kwonlyargs)]
+        first_default = len(by_place) - len(arguments.defaults)
+        defaults = {a.arg: ast.unparse(d) for a, d in zip(by_place[first_default:], arguments.defaults, strict=True)}
+        keyword_defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        defaults |= {a.arg: ast.unparse(d) for a, d in keyword_defaults if d is not None}
+        names = [parameter.partition("=")[0] for parameter in self.parameters]
+        missing = [name for name in names if name not in found]
+        added = [name for name in found if name not in names and name != "*"]
         if missing:
             raise AssertionError(f"{self.path}: {self.name}: expected parameters {missing}, found instead {added}")
-        if self.is_complete and tuple(found) != self.parameters:
-            raise AssertionError(
-                f"{self.path}: {self.name}: expected parameters {list(self.parameters)}, found {found}"
-            )
+        if self.is_complete and found != names:
+            raise AssertionError(f"{self.path}: {self.name}: expected parameters {names}, found {found}")
+        for name, has_default, expected in (parameter.partition("=") for parameter in self.parameters):
+            if has_default and defaults.get(name) != expected:
+                raise AssertionError(
+                    f"{self.path}: {self.name}: expected {name}={expected}, found {defaults.get(name, 'no default')}"
+                )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: A project's files as JSON (PEP 691).
-INDEX = "https://pypi.org/simple/{name}/"
+#: Where projects' files are listed as JSON (PEP 691), unless pip is told of another index.
+PYPI = "https://pypi.org/simple"
 _INDEX_TYPE = {"Accept": "application/vnd.pypi.simple.v1+json"}
 _TIMEOUT = 180
 
@@ -56,7 +56,7 @@ def sources(distribution: Distribution) -> Path:
                 raise
             raise UnreachableError(f"{error.url}: {error}") from error
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            raise UnreachableError(f"{INDEX.format(name=distribution.name)}: {error}") from error
+            raise UnreachableError(f"{_index(distribution)}: {error}") from error
         folder.mkdir(parents=True, exist_ok=True)
         _extract(archive, folder)
         archive.unlink()
@@ -64,12 +64,16 @@ def sources(distribution: Distribution) -> Path:
     return folder / distribution.root
 
 
+def _index(distribution: Distribution) -> str:
+    return f"{os.environ.get('PIP_INDEX_URL', PYPI).rstrip('/')}/{distribution.name}/"
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rankmoe-contracts"
 
 
 def _download(distribution: Distribution) -> Path:
-    index = INDEX.format(name=distribution.name)
+    index = _index(distribution)
     with urllib.request.urlopen(urllib.request.Request(index, headers=_INDEX_TYPE), timeout=_TIMEOUT) as response:
         files = json.load(response)["files"]
     stem = f"{distribution.name.replace('-', '_')}-{distribution.version}"

@@ -54,7 +54,7 @@ EXPECTED = [
     Function(
         "flashinfer/fused_moe/shared/tuning.py",
         "make_repeating_tensor_initializer",
-        ("source", "num_experts", "packed"),
+        ("source", "*", "num_experts", "packed"),
         True,
     ),
 ]

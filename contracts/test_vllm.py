@@ -128,7 +128,20 @@ EXPECTED = [
             ("SWIGLUOAI_UNINTERLEAVE", "swigluoai_uninterleave"),
         )
     ),
-    Fields(f"{_MOE}/routed_experts.py", "RoutedExperts", ("_expert_routing_tables", "expert_map")),
+    Fields(
+        f"{_MOE}/routed_experts.py",
+        "RoutedExperts",
+        (
+            *("_expert_routing_tables", "expert_map", "activation", "global_num_experts"),
+            *("apply_router_weight_on_input", "moe_config"),
+        ),
+    ),
+    Function(
+        _MXFP4,
+        "Mxfp4MoEMethod.create_weights",
+        ("self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+    ),
+    Text(_MXFP4, "weight_loader"),
 ]
 
 

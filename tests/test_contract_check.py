@@ -54,9 +54,9 @@ def root(tmp_path):
 @pytest.mark.parametrize(
     "expected",
     [
-        Function("m.py", "run", ("x", "ids", "weights"), is_complete=True),
+        Function("m.py", "run", ("x", "ids", "*", "weights=None"), is_complete=True),
         Function("m.py", "run", ("weights",)),
-        Function("m.py", "Runner.run", ("self", "dispatch_output", "hooks"), is_complete=True),
+        Function("m.py", "Runner.run", ("self", "dispatch_output", "hooks=None"), is_complete=True),
         Fields("m.py", "Runner", ("tile", "rows"), is_complete=True),
         Fields("m.py", "Runner", ("cache", "run", "name")),
         Member("m.py", "Kind", "One", 1),
@@ -79,6 +79,13 @@ def test_what_is_there_is_found(root, expected):
             Function("m.py", "run", ("ids", "x", "weights"), True),
             r"expected parameters \['ids', 'x', 'weights'\], found",
         ),
+        (
+            Function("m.py", "run", ("x", "ids", "weights"), True),
+            r"expected parameters .*, found \['x', 'ids', '\*', 'w",
+        ),
+        (Function("m.py", "run", ("weights=1",)), "run: expected weights=1, found None"),
+        (Function("m.py", "Runner.run", ("hooks=()",)), r"run: expected hooks=\(\), found None"),
+        (Function("m.py", "run", ("ids=None",)), "run: expected ids=None, found no default"),
         (Function("m.py", "walk", ()), "m.py: expected walk, found no walk"),
         (Function("m.py", "Runner.stop", ()), "expected Runner.stop, found no stop"),
         (Function("m.py", "Kind", ()), "Kind is no function"),
@@ -131,13 +138,14 @@ def test_sources_are_fetched_once_and_only_what_is_text(tmp_path, monkeypatch, k
         return io.BytesIO(data if url.endswith("files/pkg") else json.dumps({"files": [other, entry]}).encode())
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple/")
     monkeypatch.setattr(contract_sources.urllib.request, "urlopen", urlopen)
     distribution = Distribution("pkg", "1.0", f".{kind}", root_folder)
     found = sources(distribution)
     assert (found / "pkg" / "m.py").read_text() == "x = 1"
     assert not (found / "pkg" / "lib.so").exists()
     assert sources(distribution) == found
-    assert asked == ["https://pypi.org/simple/pkg/", "https://pypi.org/simple/pkg/files/pkg"]
+    assert asked == ["https://mirror.example/simple/pkg/", "https://mirror.example/simple/pkg/files/pkg"]
     entry["hashes"]["sha256"] = "0" * 64
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     with pytest.raises(RuntimeError, match=f"expected sha256 {'0' * 64}, got"):
@@ -154,9 +162,11 @@ def test_sources_are_fetched_once_and_only_what_is_text(tmp_path, monkeypatch, k
 )
 def test_an_index_that_does_not_answer_is_told_from_a_release_that_is_gone(tmp_path, monkeypatch, error, expected):
     def urlopen(request, timeout):
+        assert request.full_url == "https://pypi.org/simple/pkg/"
         raise error
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     monkeypatch.setattr(contract_sources.urllib.request, "urlopen", urlopen)
     with pytest.raises(expected):
         sources(Distribution("pkg", "1.0", ".whl"))
