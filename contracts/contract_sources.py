@@ -24,15 +24,17 @@ class Distribution:
     """One file of a release: the smallest that has the Python sources.
 
     ending: how its name ends. root: the folder in it that holds the import packages.
+    data: endings of files beside the Python ones without which its packages cannot be imported.
     """
 
     name: str
     version: str
     ending: str
     root: str = ""
+    data: tuple[str, ...] = ()
 
 
-SGLANG = Distribution("sglang", "0.5.23", "cp312-cp312-manylinux_2_34_x86_64.whl")
+SGLANG = Distribution("sglang", "0.5.23", "cp312-cp312-manylinux_2_34_x86_64.whl", data=(".json", ".cuh"))
 VLLM = Distribution("vllm", "0.33.0", ".tar.gz", "vllm-0.33.0")
 FLASHINFER = Distribution("flashinfer-python", "0.7.4", "py3-none-any.whl")
 
@@ -58,7 +60,7 @@ def sources(distribution: Distribution) -> Path:
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
             raise UnreachableError(f"{_index(distribution)}: {error}") from error
         folder.mkdir(parents=True, exist_ok=True)
-        _extract(archive, folder)
+        _extract(archive, folder, (".py", *distribution.data))
         archive.unlink()
         (folder / ".complete").touch()
     return folder / distribution.root
@@ -69,7 +71,7 @@ def _index(distribution: Distribution) -> str:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rankmoe-contracts"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rankmoe-engines"
 
 
 def _download(distribution: Distribution) -> Path:
@@ -90,12 +92,13 @@ def _download(distribution: Distribution) -> Path:
     return target
 
 
-def _extract(archive: Path, folder: Path) -> None:
-    """Python files and entry points alone."""
+def _extract(archive: Path, folder: Path, endings: tuple[str, ...]) -> None:
+    """The files with these endings, and the metadata of a wheel or of a source archive."""
     if ".whl" in archive.name:
         with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith((".py", "entry_points.txt"))])
+            names = [name for name in wheel.namelist() if name.endswith(endings) or ".dist-info/" in name]
+            wheel.extractall(folder, names)
     else:
         with tarfile.open(archive) as source:
-            members = [member for member in source if member.isfile() and member.name.endswith((".py", ".toml"))]
+            members = [member for member in source if member.isfile() and member.name.endswith((*endings, ".toml"))]
             source.extractall(folder, members, filter="data")
