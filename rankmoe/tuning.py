@@ -142,13 +142,17 @@ def default_of(key: TuningKey) -> GemmConfig:
 def candidates_of(key: TuningKey) -> list[GemmConfig]:
     """Configurations worth trying for a key, each valid and once, the default first."""
     found: list[GemmConfig] = [default_of(key)]
-    if key.expected_rows < 4 * FROM_ROWS * key.num_local_experts:
+    num_local_experts = key.num_local_experts
+    if key.expected_rows < 4 * FROM_ROWS * num_local_experts:
         shapes = [(8, 2), (16, 1), (12, 1), (8, 1)] if key.expected_rows > FEW_ROWS else [(16, 1), (8, 2), (12, 1)]
         found += [
             ExpertsConfig(warps=warps, depth=depth, finishers=finishers, blocks=blocks)
             for (warps, blocks), depth, finishers in itertools.product(shapes, (1, 2), (1, 2))
         ]
-    if key.architecture == "sm_90" and 4 * key.expected_rows >= FROM_ROWS * key.num_local_experts:
+    # Sixteen rows a pass read weights once where experts get more than eight, beyond decode steps or by skewed routing.
+    if num_local_experts <= key.expected_rows < 4 * FROM_ROWS * num_local_experts:
+        found += [ExpertsConfig(12, rows=16, finishers=finishers, blocks=1) for finishers in (2, 3)]
+    if key.architecture == "sm_90" and 4 * key.expected_rows >= FROM_ROWS * num_local_experts:
         found += [GroupedConfig(columns, 2, 2, stages) for columns in (64, 96, 112) for stages in (3, 4)]
     valid = (config for config in found if is_valid(config, key.num_inputs, key.num_local_experts))
     return list(dict.fromkeys(valid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import random_mxfp4, seeded
 
@@ -16,9 +17,24 @@ SHAPES = {
     "kimi-k2": (7168, 2048, SwiGLU(), False),
     "qwen3-moe": (4096, 1536, SwiGLU(), False),
     "gpt-oss": (2880, 2880, GPT_OSS, True),
+    "medium": (416, 192, SiTU(), False),
     "small": (96, 64, SwiGLU(limit=3.0), True),
     "smallest": (32, 32, SiTU(), False),
 }
+#: Those of published models.
+PUBLISHED = [name for name, (hidden_size, *_) in SHAPES.items() if hidden_size > 1024]
+
+
+def skip_some(device: str, condition: bool) -> None:
+    """Skip what would take a CPU too long, where that is the device and the condition holds."""
+    if device == "cpu" and condition:
+        pytest.skip("a GPU runs all of them, a CPU some")
+
+
+def shape_on(device: str, name: str) -> tuple[int, int, Activation, bool]:
+    """Hidden size, intermediate size, activation, whether there are biases."""
+    skip_some(device, name in PUBLISHED)
+    return SHAPES[name]
 
 
 def make_experts(
@@ -46,7 +62,7 @@ def random_ids(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> 
     """Distinct ids a row; expert 0 is nobody's and the last expert everybody's first choice."""
     ids = torch.rand(num_tokens, num_experts - 2, generator=seeded(seed)).argsort(1)[:, :top_k] + 1
     ids[:, 0] = num_experts - 1
-    return ids.int().cuda()
+    return ids.int()
 
 
 def expected_middle(x: MXTensor, schedule: ExpertSchedule, weights: ExpertWeights, w13: MXTensor) -> torch.Tensor:
@@ -71,11 +87,11 @@ def expected_rows(middle: MXTensor, schedule: ExpertSchedule, weights: ExpertWei
     return torch.cat(parts)
 
 
-def move(weights: ExpertWeights) -> ExpertWeights:
-    """The same experts, packed for the GPU."""
+def move(weights: ExpertWeights, device: str = "cuda") -> ExpertWeights:
+    """The same experts, packed for the GPU, on a device."""
     biases = {
-        name: None if bias is None else bias.cuda()
+        name: None if bias is None else bias.to(device)
         for name, bias in (("w13_bias", weights.w13_bias), ("w2_bias", weights.w2_bias))
     }
-    tensors = (weights.w13.to("cuda"), weights.w2.to("cuda"))
+    tensors = (weights.w13.to(device), weights.w2.to(device))
     return pack_experts(*tensors, weights.activation, weights.placement, backend="cuda", **biases)

@@ -5,7 +5,18 @@ import math
 
 import pytest
 import torch
-from expert_cases import GPT_OSS, SHAPES, expected_middle, expected_rows, make_experts, move, random_ids
+from expert_cases import (
+    GPT_OSS,
+    PUBLISHED,
+    SHAPES,
+    expected_middle,
+    expected_rows,
+    make_experts,
+    move,
+    random_ids,
+    shape_on,
+    skip_some,
+)
 from helpers import (
     assert_bitwise_equal,
     random_batch,
@@ -163,11 +174,13 @@ def test_configurations_that_do_not_fit_are_invalid():
 @needs_compiler
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("is_gate_up", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_gemms_compile_without_local_memory(architecture, name, is_gate_up):
+@pytest.mark.parametrize(
+    ("name", "rows_of_a_pass"), [(name, 8) for name in SHAPES] + [(name, 16) for name in PUBLISHED]
+)
+def test_the_gemms_compile_without_local_memory(architecture, name, is_gate_up, rows_of_a_pass):
     hidden_size, intermediate_size, activation, has_bias = SHAPES[name]
     sizes = (hidden_size, 2 * intermediate_size) if is_gate_up else (intermediate_size, hidden_size)
-    config = default_config(sizes[0], 112)
+    config = default_config(sizes[0], 112) if rows_of_a_pass == 8 else ExpertsConfig(12, rows=16, finishers=3, blocks=1)
     options = {"from_masks": name != "small", "has_bias": has_bias, "has_factor": has_bias}
     macros = macros_of(is_gate_up, *sizes, 112, activation, config, **options)
     check = (
@@ -192,16 +205,14 @@ def test_the_combine_compiles_without_local_memory(architecture, num_local_exper
 
 
 # --- on a GPU: each GEMM against float64 ----------------------------------------------------------------------------
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_gemm_is_float64_to_the_tolerance(name, num_tokens):
-    hidden_size, intermediate_size, activation, has_bias = SHAPES[name]
-    weights, w13, w2 = make_experts(8, hidden_size, intermediate_size, activation, has_bias)
-    schedule = build_schedule(random_ids(num_tokens, 8, 3), 8, num_experts=8)
-    x = quantize_mxfp8(torch.randn(num_tokens, hidden_size, generator=seeded(5)).bfloat16().cuda())
-    scratch = torch.full((schedule.row_tokens.shape[0], intermediate_size), math.nan, device="cuda")
+def test_each_gemm_is_float64_to_the_tolerance(kernel_device, name, num_tokens):
+    hidden_size, intermediate_size, activation, has_bias = shape_on(kernel_device, name)
+    weights, w13, w2 = make_experts(8, hidden_size, intermediate_size, activation, has_bias, device=kernel_device)
+    schedule = build_schedule(random_ids(num_tokens, 8, 3).to(kernel_device), 8, num_experts=8)
+    x = quantize_mxfp8(torch.randn(num_tokens, hidden_size, generator=seeded(5)).bfloat16().to(kernel_device))
+    scratch = torch.full((schedule.row_tokens.shape[0], intermediate_size), math.nan, device=kernel_device)
     num_rows = int(schedule.expert_offsets[-1])
     middle = gate_up(x, schedule, weights, scratch)[:num_rows]
     expected = quantize_mxfp8(expected_middle(x, schedule, weights, w13).float())
@@ -210,38 +221,34 @@ def test_each_gemm_is_float64_to_the_tolerance(name, num_tokens):
     assert same > 0.9995
     assert relative_l2(dequantize(middle, torch.float64), dequantize(expected, torch.float64)) < 2e-3
     padded = gate_up(x, schedule, weights, scratch)
-    rows = down(padded, schedule, weights, torch.full((len(padded.data), hidden_size), math.nan, device="cuda"))
+    rows = down(padded, schedule, weights, torch.full((len(padded.data), hidden_size), math.nan, device=kernel_device))
     exact = expected_rows(middle, schedule, weights, w2)
     assert relative_l2(rows[:num_rows], exact) < 1e-6  # the rule allows 1e-5
     assert float((rows[:num_rows].double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_all_scale_bytes_and_codes_are_exact():
+def test_all_scale_bytes_and_codes_are_exact(kernel_device):
     """A row of one 1.0 reads a column of the weight back, for every scale byte but that of NaN."""
     bytes_ = torch.arange(255, dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.uint8)
     data = (codes | (codes.roll(1) << 4)).expand(255, 64, 16).contiguous()
     w2 = MXTensor(data, bytes_[:, None, None].expand(255, 64, 1).contiguous(), "mxfp4")
-    packed = experts_cuda.pack(random_mxfp4(255, 64, 64), w2, torch.device("cuda"))
+    packed = experts_cuda.pack(random_mxfp4(255, 64, 64), w2, torch.device(kernel_device))
     placement = ExpertPlacement(255, 1, 0)
     weights = ExpertWeights(packed.w13, packed.w2, SiTU(), placement, "cuda", w2_factor=packed.w2_factor)
     assert packed.w2_factor is not None
-    ids = torch.arange(255).expand(32, 255).contiguous().cuda()
+    ids = torch.arange(255).expand(32, 255).contiguous().to(kernel_device)
     schedule = build_schedule(ids, 255, num_experts=255)
     one_hot = torch.eye(32).repeat(255, 1)
     middle = MXTensor(one_hot.to(torch.float8_e4m3fn), torch.full((255 * 32, 1), 127, dtype=torch.uint8), "mxfp8")
-    rows = down(middle.to("cuda"), schedule, weights).view(255, 32, 64).cpu()
+    rows = down(middle.to(kernel_device), schedule, weights).view(255, 32, 64).cpu()
     assert torch.equal(rows, reference.dequantize(w2).float().transpose(1, 2))
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_group_of_nan_makes_its_row_nan_and_no_other():
-    weights, _, _ = make_experts(4, 256, 128)
-    schedule = build_schedule(torch.zeros(5, 1, dtype=torch.int32).cuda(), 4, num_experts=4)
-    hidden_states = torch.randn(5, 256, generator=seeded(1)).cuda()
+def test_a_group_of_nan_makes_its_row_nan_and_no_other(kernel_device):
+    weights, _, _ = make_experts(4, 256, 128, device=kernel_device)
+    schedule = build_schedule(torch.zeros(5, 1, dtype=torch.int32).to(kernel_device), 4, num_experts=4)
+    hidden_states = torch.randn(5, 256, generator=seeded(1)).to(kernel_device)
     clean = down(gate_up(quantize_mxfp8(hidden_states), schedule, weights), schedule, weights)
     hidden_states[2, 77] = math.inf
     rows = down(gate_up(quantize_mxfp8(hidden_states), schedule, weights), schedule, weights)
@@ -250,47 +257,46 @@ def test_a_group_of_nan_makes_its_row_nan_and_no_other():
     assert_bitwise_equal(rows[others], clean[others])
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_activations_of_any_size_are_exact():
-    weights, w13, _ = make_experts(2, 128, 64, SwiGLU())
+def test_activations_of_any_size_are_exact(kernel_device):
+    weights, w13, _ = make_experts(2, 128, 64, SwiGLU(), device=kernel_device)
     magnitudes = torch.tensor([1e-38, 1e-20, 448.0, 448.0 * 2**20, 449.0, 0.0, 1e-10, 3.0])
-    hidden_states = (torch.randn(8, 128, generator=seeded(1)) * magnitudes[:, None]).cuda()
+    hidden_states = (torch.randn(8, 128, generator=seeded(1)) * magnitudes[:, None]).to(kernel_device)
     x = quantize_mxfp8(hidden_states)
-    schedule = build_schedule(torch.ones(8, 1, dtype=torch.int32).cuda(), 2, num_experts=2)
+    schedule = build_schedule(torch.ones(8, 1, dtype=torch.int32).to(kernel_device), 2, num_experts=2)
     middle = gate_up(x, schedule, weights)
     expected = quantize_mxfp8(expected_middle(x, schedule, weights, w13).float())
     assert relative_l2(dequantize(middle, torch.float64), dequantize(expected, torch.float64)) < 2e-3
 
 
 # --- on a GPU: the layer ---------------------------------------------------------------------------------------------
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("activation", [SiTU(), SwiGLU(), GPT_OSS])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_layer_is_the_references(activation, has_bias):
-    for num_tokens in (1, 17, 64, 65):
+def test_the_layer_is_the_references(kernel_device, activation, has_bias):
+    for num_tokens in (1, 17, 64, 65) if kernel_device == "cuda" else (17, 65):
         placement = ExpertPlacement(24, 2, 1)
         on_cpu = random_experts(placement, 96, 64, activation, has_bias=has_bias, backend="reference")
-        weights = move(on_cpu)
+        weights = move(on_cpu, kernel_device)
         hidden_states, logits = random_batch(num_tokens, 24, 96)
         config = RouterConfig(6)
-        got = routed_moe(hidden_states.cuda(), logits.cuda(), weights, config, out_dtype=torch.float32)
+        got = routed_moe(
+            hidden_states.to(kernel_device), logits.to(kernel_device), weights, config, out_dtype=torch.float32
+        )
         front = route_quantize(logits, hidden_states, config, local_range=placement.local_range)
         expected = reference.fused_moe(front.x, front.routing.topk_ids, front.routing.topk_weights, on_cpu)
         assert relative_l2(got.cpu(), expected) < 5e-3
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("ep_size", [2, 4, 8, 16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 33, 64])
-def test_global_and_rank_local_ids_give_the_same_bits_through_every_path(num_tokens, ep_size, monkeypatch):
+def test_global_and_rank_local_ids_give_the_same_bits_through_every_path(
+    kernel_device, num_tokens, ep_size, monkeypatch
+):
+    skip_some(kernel_device, ep_size not in (4, 16) or num_tokens not in (1, 8, 33))
     config = RouterConfig(8)
     placement = ExpertPlacement(128, ep_size, ep_size - 1)
     weights = random_experts(placement, 256, 128, backend="reference")
-    weights = move(weights)
-    hidden_states, logits = (t.cuda() for t in random_batch(num_tokens, 128, 256))
+    weights = move(weights, kernel_device)
+    hidden_states, logits = (t.to(kernel_device) for t in random_batch(num_tokens, 128, 256))
     expected = routed_moe(hidden_states, logits, weights, config)
     assert_bitwise_equal(routed_moe(hidden_states, logits, weights, config, rank_local=False), expected)
     for rank_local in (True, False):
@@ -304,15 +310,13 @@ def test_global_and_rank_local_ids_give_the_same_bits_through_every_path(num_tok
     assert_bitwise_equal(routed_moe(more_states, more_logits, weights, config)[:num_tokens], expected)
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_the_ranks_outputs_add_up_to_the_whole_layer():
-    config, (hidden_states, logits) = RouterConfig(4), (t.cuda() for t in random_batch(16, 30, 96))
+def test_the_ranks_outputs_add_up_to_the_whole_layer(kernel_device):
+    config, (hidden_states, logits) = RouterConfig(4), (t.to(kernel_device) for t in random_batch(16, 30, 96))
     options = {"out_dtype": torch.float32}
 
     def run(placement: ExpertPlacement) -> torch.Tensor:
         weights = random_experts(placement, 96, 64, backend="reference")
-        return routed_moe(hidden_states, logits, move(weights), config, **options)
+        return routed_moe(hidden_states, logits, move(weights, kernel_device), config, **options)
 
     whole = run(ExpertPlacement(30, 1, 0))
     for strategy in ("contiguous", "round_robin"):
@@ -321,22 +325,20 @@ def test_the_ranks_outputs_add_up_to_the_whole_layer():
         assert relative_l2(sum(parts), whole) < 1e-6
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_ids_that_are_nobodys_cost_nothing_and_leak_nothing():
+def test_ids_that_are_nobodys_cost_nothing_and_leak_nothing(kernel_device):
     placement = ExpertPlacement(8, 2, 1)
     on_cpu = random_experts(placement, 96, 64, backend="reference")
-    weights, least = move(on_cpu), torch.iinfo(torch.int32).min
+    weights, least = move(on_cpu, kernel_device), torch.iinfo(torch.int32).min
     ids = torch.tensor([[-1, 4, 5], [7, -1, 6], [5, 4, -1], [-1, -5, least], [0, 1, 2], [4, 4, 7], [99, 7, 8]]).int()
     topk_weights = torch.rand(7, 3, generator=seeded(1))
     topk_weights[3:5] = math.nan
     hidden_states, _ = random_batch(7, 8, 96)
-    x = quantize_mxfp8(hidden_states.cuda())
+    x = quantize_mxfp8(hidden_states.to(kernel_device))
     workspace = Workspace.allocate(7, 3, weights)
     for fill in (math.nan, 0.0):
         workspace.middle.fill_(fill)
         workspace.rows.fill_(fill)
-        routing = Routing(topk_weights.cuda(), ids.cuda())
+        routing = Routing(topk_weights.to(kernel_device), ids.to(kernel_device))
         space = {"num_experts": 8, "local_expert_offset": 4, "out_dtype": torch.float32}
         got = fused_moe(x, routing, weights, workspace=workspace, **space).cpu()
         assert torch.equal(got[3:5], torch.zeros(2, 96))
@@ -363,14 +365,12 @@ def test_a_rank_without_a_token_gives_zeros_also_in_a_graph():
     assert out.any(1).all()
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65])
-def test_no_jump_at_the_fronts_limit_and_no_tokens(num_tokens, is_batch_invariant, monkeypatch):
+def test_no_jump_at_the_fronts_limit_and_no_tokens(kernel_device, num_tokens, is_batch_invariant, monkeypatch):
     monkeypatch.setenv("RANKMOE_BATCH_INVARIANT", str(int(is_batch_invariant)))
-    weights = move(random_experts(ExpertPlacement(32, 1, 0), 128, 64, backend="reference"))
-    hidden_states, logits = (t.cuda() for t in random_batch(65, 32, 128))
+    weights = move(random_experts(ExpertPlacement(32, 1, 0), 128, 64, backend="reference"), kernel_device)
+    hidden_states, logits = (t.to(kernel_device) for t in random_batch(65, 32, 128))
     options = {"out_dtype": torch.float32}
     whole = routed_moe(hidden_states, logits, weights, RouterConfig(4), **options)[:num_tokens]
     part = routed_moe(hidden_states[:num_tokens], logits[:num_tokens], weights, RouterConfig(4), **options)
@@ -482,6 +482,29 @@ def test_rows_beyond_the_valid_ones_are_zero_and_may_hold_nan():
         logits.copy_(random_batch(40, 32, 128)[1])
 
 
+def test_how_many_rows_a_pass_takes_does_not_change_a_bit(kernel_device):
+    hidden_size, intermediate_size, activation, has_bias = SHAPES["medium"]
+    weights, _, _ = make_experts(5, hidden_size, intermediate_size, activation, has_bias, device=kernel_device)
+    # An idle expert, and experts with the rows of a whole pass of either size, one more and one less.
+    counts = torch.tensor([8, 0, 17, 31, 41])
+    ids = (torch.rand(41, 5, generator=seeded(3)).argsort(0) < counts).int() * (torch.arange(5) + 1) - 1
+    x = quantize_mxfp8(torch.randn(41, hidden_size, generator=seeded(5)).to(kernel_device))
+    with_masks = build_schedule(ids.to(kernel_device), 5, num_experts=5)
+    with_offsets = dataclasses.replace(with_masks, expert_token_mask=None)
+    num_rows, results = int(counts.sum()), []
+    for rows_of_a_pass, schedule in ((8, with_masks), (4, with_masks), (16, with_masks), (16, with_offsets)):
+        config = ExpertsConfig(12, rows=rows_of_a_pass, blocks=1)
+        scratch = torch.full((41 * 5, intermediate_size), math.nan, device=kernel_device)
+        rows = torch.full((41 * 5, hidden_size), math.nan, device=kernel_device)
+        middle = experts_cuda.gate_up(x, schedule, weights, scratch, config=config)
+        experts_cuda.down(middle, schedule, weights, rows, config=config)
+        assert not rows[:num_rows].isnan().any()
+        assert rows[num_rows:].isnan().all()
+        results.append((middle[:num_rows], rows[:num_rows]))
+    for other in results[1:]:
+        assert_bitwise_equal(other, results[0])
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_packing_takes_little_beside_the_packed_weights():
@@ -532,11 +555,9 @@ def test_weights_beyond_4_gib_and_2_to_the_31_elements_reach_the_last_expert():
     assert_bitwise_equal(fused_moe(x, last, weights, num_experts=num_experts), expected)
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_workspace_that_is_too_small_is_refused_before_a_launch():
-    weights = move(random_experts(ExpertPlacement(16, 1, 0), 128, 64, backend="reference"))
-    hidden_states, logits = (t.cuda() for t in random_batch(8, 16, 128))
+def test_a_workspace_that_is_too_small_is_refused_before_a_launch(kernel_device):
+    weights = move(random_experts(ExpertPlacement(16, 1, 0), 128, 64, backend="reference"), kernel_device)
+    hidden_states, logits = (t.to(kernel_device) for t in random_batch(8, 16, 128))
     small = Workspace.allocate(7, 4, weights)
     with pytest.raises(ValueError, match=r"workspace.middle: expected float32 with at least 32 rows of 64, got \(28"):
         routed_moe(hidden_states, logits, weights, RouterConfig(4), workspace=small)
@@ -548,41 +569,37 @@ def test_it_is_the_choice_for_a_gpu():
     assert choose_backend(Problem(8, 128, 64, SiTU(), device_type="cuda")).name == "cuda"
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_copy_of_the_parts_is_refused():
-    weights, _, _ = make_experts(2, 128, 64)
+def test_a_copy_of_the_parts_is_refused(kernel_device):
+    weights, _, _ = make_experts(2, 128, 64, device=kernel_device)
     copied = MXTensor(weights.w2.data.clone(), weights.w2.scale.clone(), "mxfp4")
-    schedule = build_schedule(torch.zeros(1, 1, dtype=torch.int32).cuda(), 2, num_experts=2)
-    middle = gate_up(quantize_mxfp8(torch.ones(1, 128).cuda()), schedule, weights)
+    schedule = build_schedule(torch.zeros(1, 1, dtype=torch.int32).to(kernel_device), 2, num_experts=2)
+    middle = gate_up(quantize_mxfp8(torch.ones(1, 128).to(kernel_device)), schedule, weights)
     with pytest.raises(ValueError, match="weights: expected the buffer that pack made"):
         down(middle, schedule, dataclasses.replace(weights, w2=copied))
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size", "top_k"), [(1, 3584, 16), (64, 96, 8), (130, 33, 3), (7, 516, 128)]
 )
-def test_the_combine_has_the_bits_of_the_torch_statement(num_tokens, hidden_size, top_k, out_dtype):
+def test_the_combine_has_the_bits_of_the_torch_statement(kernel_device, num_tokens, hidden_size, top_k, out_dtype):
     ids = torch.randint(-1, 200, (num_tokens, top_k), generator=seeded(1), dtype=torch.int32)
     schedule = build_schedule(ids, 100, num_experts=200, local_expert_offset=50)
     rows = torch.randn(max(1, len(schedule.row_tokens)), hidden_size, generator=seeded(2))
     rows[0, :3] = torch.tensor([math.nan, math.inf, -0.0])
     topk_weights = torch.rand(num_tokens, top_k, generator=seeded(3))
     topk_weights[ids == -1] = math.nan
-    on_device = build_schedule(ids.cuda(), 100, num_experts=200, local_expert_offset=50)
+    on_device = build_schedule(ids.to(kernel_device), 100, num_experts=200, local_expert_offset=50)
     padded = torch.full((num_tokens * top_k, hidden_size), math.nan)
     padded[: len(rows)] = rows
     expected = combine(rows, topk_weights, schedule, out_dtype)
-    arguments = (padded.cuda(), topk_weights.cuda(), on_device, out_dtype)
+    arguments = (padded.to(kernel_device), topk_weights.to(kernel_device), on_device, out_dtype)
     got = combine_cuda.combine(*arguments).cpu()
     assert torch.equal(got.isnan(), expected.isnan())
     assert_bitwise_equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
     if num_tokens <= 64 and top_k < 128:
-        routing = Routing(topk_weights.cuda(), ids.cuda())
+        routing = Routing(topk_weights.to(kernel_device), ids.to(kernel_device))
         masks = {"num_experts": 200, "local_expert_offset": 50, "out_dtype": out_dtype}
         assert on_device.expert_token_mask is not None
-        from_masks = combine_cuda.combine_masks(padded.cuda(), routing, on_device.expert_token_mask, **masks)
+        from_masks = combine_cuda.combine_masks(padded.to(kernel_device), routing, on_device.expert_token_mask, **masks)
         assert_bitwise_equal(from_masks.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))

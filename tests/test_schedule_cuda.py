@@ -33,11 +33,11 @@ def test_covered_is_a_predicate_over_shapes_and_dtypes():
     assert not schedule_cuda.covered(ids.short(), 112)
 
 
-def check(ids: torch.Tensor, num_local_experts: int, **space: object) -> None:
+def check(device: str, ids: torch.Tensor, num_local_experts: int, **space: object) -> None:
     expert_map = space.pop("expert_map", None)
     expected = build_schedule(ids, num_local_experts, expert_map=expert_map, **space)
-    on_gpu = None if expert_map is None else expert_map.cuda()
-    got = schedule_cuda.build_schedule(ids.cuda(), num_local_experts, expert_map=on_gpu, **space)
+    moved = None if expert_map is None else expert_map.to(device)
+    got = schedule_cuda.build_schedule(ids.to(device), num_local_experts, expert_map=moved, **space)
     assert_equal(got, expected)
 
 
@@ -50,26 +50,22 @@ def assert_equal(got: ExpertSchedule, expected: ExpertSchedule) -> None:
     assert torch.all(got.row_tokens[num_rows:] == -1)
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 33, 63, 64])
-def test_any_ids_give_the_schedule_of_the_torch_statement(num_tokens, dtype):
+def test_any_ids_give_the_schedule_of_the_torch_statement(kernel_device, num_tokens, dtype):
     for top_k, num_experts, offset, count in ((1, 4, 1, 2), (4, 30, 26, 4), (16, 896, 336, 112), (32, 1024, 0, 1024)):
         ids = torch.randint(-3, num_experts + 3, (num_tokens, top_k), generator=seeded(num_tokens), dtype=dtype)
         ids[0, 0] = torch.iinfo(dtype).min
-        check(ids, count, num_experts=num_experts, local_expert_offset=offset)
+        check(kernel_device, ids, count, num_experts=num_experts, local_expert_offset=offset)
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_packed_ids_strided_ids_and_an_expert_map():
+def test_packed_ids_strided_ids_and_an_expert_map(kernel_device):
     ids = torch.randint(0, 896, (64, 16), generator=seeded(1), dtype=torch.int32)
     packed = pack(ids, torch.rand(64, 16))
-    check(packed, 112, num_experts=896, local_expert_offset=112, is_packed=True)
-    check(ids.T.contiguous().T, 112, num_experts=896, local_expert_offset=112)
+    check(kernel_device, packed, 112, num_experts=896, local_expert_offset=112, is_packed=True)
+    check(kernel_device, ids.T.contiguous().T, 112, num_experts=896, local_expert_offset=112)
     expert_map = torch.where(torch.arange(896) % 8 == 3, torch.arange(896) // 8, -1).int()
-    check(ids, 112, num_experts=896, expert_map=expert_map)
+    check(kernel_device, ids, 112, num_experts=896, expert_map=expert_map)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@
 // Nothing is included, so the source compiles with NVRTC anywhere. Prepended: experts_common.cuh. The including side defines,
 // beside what that wants:
 //   MAX_LOCAL_EXPERTS  size of the tables in shared memory
-//   WARPS, DEPTH, ROWS multiplying warps of a block, ring slots (steps) of a warp, rows of an item (4 or 8)
+//   WARPS, DEPTH, ROWS multiplying warps of a block, ring slots (steps) of a warp, most rows of an item (4, 8 or 16)
 //   FINISHERS, BUFFERS finishing warps of a block, items whose parts wait for them
 //   BLOCKS             blocks that share a multiprocessor
 //   FROM_MASKS         1 rows come from token masks, 0 from offsets and row tokens
@@ -283,94 +283,120 @@ struct Stream {
   }
 };
 
-__device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared& shared, Stream stream, Run run, int end) {
+// Where a multiplying warp is in its ring, in the steps of an item and in the buffers of parts.
+struct Place {
+  int slot, parity, step, buffer, buffer_parity;
+};
+
+// The tiles of a run, by eight rows of the item (OCTETS 1) or by sixteen.
+template <int OCTETS>
+__device__ __forceinline__ void multiply_run(const ExpertsArguments& a, Shared& shared, Stream& stream, const Run& run, int end,
+                                             int num_rows, Place& place, unsigned long long policy) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad_row = lane >> 2, quad_thread = lane & 3;
   const unsigned ring = shared_address(shared.ring[warp]), barriers = shared_address(shared.is_full[warp]);
+  unsigned inputs[4];
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) inputs[piece] = shared_address(shared.inputs) + piece_offset(quad_row, quad_thread, piece);
+  // Columns without a row multiply zeros: their sums are never used, and zeros take less power.
+  unsigned input[OCTETS][16] = {};
+  for (int tile = 0; tile < run.tiles; ++tile) {
+    float sum[OCTETS][4][4] = {};
+    const int part = place.step;
+    for (; place.step < STEPS; place.step += WARPS) {
+      const unsigned base = ring + place.slot * SLOT_BYTES;
+#pragma unroll
+      for (int octet = 0; octet < OCTETS; ++octet)
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) {
+          unsigned(&v)[16] = input[octet];
+          load_shared_if(8 * octet + quad_row < num_rows, inputs[piece] + 8 * octet * ROW_BYTES + place.step * (STEP * 2),
+                         v[4 * piece], v[4 * piece + 1], v[4 * piece + 2], v[4 * piece + 3]);
+        }
+      wait_for(barriers + 8 * place.slot, place.parity);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unsigned scales;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales) : "r"(base + half * HALF_BYTES + 2048 + lane * 4));
+        unsigned word[2][2][4];
+#pragma unroll
+        for (int block = 0; block < 2; ++block)
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            const uint4 v = load_shared(base + half * HALF_BYTES + block * 1024 + side * 512 + lane * 16);
+            unsigned(&w)[4] = word[block][side];
+            w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+          }
+        if (half == 1) {
+          __syncwarp();  // every lane has its last words: the slot may be filled again
+          if (!stream.is_done()) {
+            if (lane == 0) copy_in(base, stream.source, barriers + 8 * place.slot, policy);
+            stream.advance(a, shared, end);
+          }
+        }
+        unsigned scale[2][2];  // a scale byte in the exponents of two bfloat16
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scale[i >> 1][i & 1] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u;
+        // Block by block inside, so that two chains of additions are under way.
+#pragma unroll
+        for (int w = 0; w < 4; w += 2)
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            unsigned low[8], high[8];
+            decode(word[block][0][w], word[block][0][w + 1], scale[block][0], low);
+            decode(word[block][1][w], word[block][1][w + 1], scale[block][1], high);
+#pragma unroll
+            for (int pair = 0; pair < 8; pair += 2)
+#pragma unroll
+              for (int octet = 0; octet < OCTETS; ++octet)
+                multiply_add(sum[octet][2 * half + block], low[pair], high[pair], low[pair + 1], high[pair + 1],
+                             input[octet][4 * w + pair], input[octet][4 * w + pair + 1]);
+          }
+      }
+      if (++place.slot == DEPTH) {
+        place.slot = 0;
+        place.parity ^= 1;
+      }
+    }
+    place.step -= STEPS;
+    // Warps without a part wait and arrive, too: one that ran ahead by two items could not tell their phases apart.
+    wait_for(shared_address(&shared.is_finished[place.buffer]), place.buffer_parity);
+    if (part < PARTIALS) {
+      float* own = &shared.partial[place.buffer][part][0][0];
+#pragma unroll
+      for (int octet = 0; octet < OCTETS; ++octet)
+#pragma unroll
+        for (int block = 0; block < 4; ++block)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = 8 * octet + 2 * quad_thread + (i & 1);
+            if (column < num_rows) own[partial_place(column, 32 * (i >> 1) + 8 * block + quad_row)] = sum[octet][block][i];
+          }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(&shared.is_summed[place.buffer]));
+    if (++place.buffer == BUFFERS) {
+      place.buffer = 0;
+      place.buffer_parity ^= 1;
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_items(const ExpertsArguments& a, Shared& shared, Stream stream, Run run, int end) {
   const unsigned long long policy = evict_first();
-  int slot = 0, parity = 0, step = warp, buffer = 0, buffer_parity = 1;
+  Place place = {0, 0, (int)threadIdx.x >> 5, 0, 1};
   for (; run.tiles; run = run.next(shared, end)) {
     const int first_row = shared.first_row[run.expert] + run.group * ROWS;
     const int num_rows = min(ROWS, shared.first_row[run.expert + 1] - first_row);
     synchronize_multiplying();  // nobody reads the previous run's inputs any more
     load_inputs(a, shared, run.expert, first_row, run.group, num_rows);
     synchronize_multiplying();
-    unsigned inputs[4];
-#pragma unroll
-    for (int piece = 0; piece < 4; ++piece) inputs[piece] = shared_address(shared.inputs) + piece_offset(quad_row, quad_thread, piece);
-    // Columns without a row multiply zeros: their sums are never used, and zeros take less power.
-    unsigned input[16] = {};
-    for (int tile = 0; tile < run.tiles; ++tile) {
-      float sum[4][4] = {};
-      const int part = step;
-      for (; step < STEPS; step += WARPS) {
-        const unsigned base = ring + slot * SLOT_BYTES;
-#pragma unroll
-        for (int piece = 0; piece < 4; ++piece)
-          load_shared_if(quad_row < num_rows, inputs[piece] + step * (STEP * 2), input[4 * piece], input[4 * piece + 1],
-                         input[4 * piece + 2], input[4 * piece + 3]);
-        wait_for(barriers + 8 * slot, parity);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          unsigned scales;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales) : "r"(base + half * HALF_BYTES + 2048 + lane * 4));
-          unsigned word[2][2][4];
-#pragma unroll
-          for (int block = 0; block < 2; ++block)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-              const uint4 v = load_shared(base + half * HALF_BYTES + block * 1024 + side * 512 + lane * 16);
-              unsigned(&w)[4] = word[block][side];
-              w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-            }
-          if (half == 1) {
-            __syncwarp();  // every lane has its last words: the slot may be filled again
-            if (!stream.is_done()) {
-              if (lane == 0) copy_in(base, stream.source, barriers + 8 * slot, policy);
-              stream.advance(a, shared, end);
-            }
-          }
-          unsigned scale[2][2];  // a scale byte in the exponents of two bfloat16
-#pragma unroll
-          for (int i = 0; i < 4; ++i) scale[i >> 1][i & 1] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u;
-          // Block by block inside, so that two chains of additions are under way.
-#pragma unroll
-          for (int w = 0; w < 4; w += 2)
-#pragma unroll
-            for (int block = 0; block < 2; ++block) {
-              unsigned low[8], high[8];
-              decode(word[block][0][w], word[block][0][w + 1], scale[block][0], low);
-              decode(word[block][1][w], word[block][1][w + 1], scale[block][1], high);
-#pragma unroll
-              for (int pair = 0; pair < 8; pair += 2)
-                multiply_add(sum[2 * half + block], low[pair], high[pair], low[pair + 1], high[pair + 1],
-                             input[4 * w + pair], input[4 * w + pair + 1]);
-            }
-        }
-        if (++slot == DEPTH) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      step -= STEPS;
-      // Warps without a part wait and arrive, too: one that ran ahead by two items could not tell their phases apart.
-      wait_for(shared_address(&shared.is_finished[buffer]), buffer_parity);
-      if (part < PARTIALS) {
-        float* own = &shared.partial[buffer][part][0][0];
-#pragma unroll
-        for (int block = 0; block < 4; ++block)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column = 2 * quad_thread + (i & 1);
-            if (column < num_rows) own[partial_place(column, 32 * (i >> 1) + 8 * block + quad_row)] = sum[block][i];
-          }
-      }
-      __syncwarp();
-      if (lane == 0) arrive(shared_address(&shared.is_summed[buffer]));
-      if (++buffer == BUFFERS) {
-        buffer = 0;
-        buffer_parity ^= 1;
-      }
+#if ROWS > 8
+    if (num_rows > 8) {
+      multiply_run<2>(a, shared, stream, run, end, num_rows, place, policy);
+      continue;
     }
+#endif
+    multiply_run<1>(a, shared, stream, run, end, num_rows, place, policy);
   }
 }
 

@@ -62,7 +62,7 @@ class ExpertsConfig:
 
     warps: multiplying warps of a block; they share an output's inputs, so the order of adding depends on it.
     depth: steps that each of them has in its ring.
-    rows: rows of an expert that one pass over its weights takes, 4 or 8.
+    rows: most rows of an expert that one pass over its weights takes, 4, 8 or 16.
     finishers: warps that add up and write outputs.
     buffers: items whose parts may wait for them.
     blocks: blocks that share a multiprocessor.
@@ -93,7 +93,7 @@ class ExpertsConfig:
             and self.warps + self.finishers <= 32
             and 1 <= self.depth <= 32
             and 1 <= self.buffers <= 32
-            and self.rows in (4, 8)
+            and self.rows in (4, 8, 16)
             and 1 <= self.blocks <= 8
             and self.blocks * (self.shared_bytes(num_inputs, max_local_experts) + RESERVED_SHARED_BYTES)
             <= MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
